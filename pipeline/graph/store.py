@@ -210,7 +210,7 @@ class Store:
         """Delete temporary files that killed processes of this machine left in a local storage.
 
         Results are not touched: only records, states of sources and searches, probes, and partial
-        copies of the MLflow database.
+        copies of the MLflow database, and folders of Ray Train.
         """
         system, top = resolve(self.storage)
         if not isinstance(system, fs.LocalFileSystem):
@@ -222,6 +222,18 @@ class Store:
         for entry in os.scandir(top):
             if entry.name.startswith((".probe-", "mlflow.db.")) and is_leftover(entry.name):
                 remove_file(entry.path)
+        self.delete_group_folders()
+
+    def delete_group_folders(self, owner: str | None = None) -> None:
+        """Delete the folders of Ray Train that drivers killed on this machine left.
+
+        Args:
+            owner: Part of the names of the folders of a driver, whose folders are deleted too.
+        """
+        for folder in self.folders("ray"):
+            is_own = owner is not None and owner in folder
+            if folder.startswith("group-") and (is_own or is_leftover(folder)):
+                delete_dir(join(self.storage, "ray", folder))
 
     def look_up(
         self, stage: Stage, previous: Mapping[str, Any] | None = None, verify: Verify = "digests"

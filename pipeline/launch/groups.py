@@ -51,7 +51,7 @@ from pipeline.launch.train import NO_ROOM, run_worker_group
 from workers import preemption
 from workers.errors import UserError, describe_error
 from workers.storage import checkpoint
-from workers.storage.artifact import delete_dir, is_leftover, join, temporary_name
+from workers.storage.artifact import join, temporary_name
 
 LOOK_S = 5.0  # seconds between two checks of the cluster's state
 TIME_CHECK_S = 1.0  # seconds between two checks of time limits
@@ -196,7 +196,7 @@ class RayExecutor(Executor):
         self.map = RayMap(self.ray, self._count_ingest_tasks())
         self.threads = ThreadPoolExecutor(INGEST_THREADS, "ingest")
         self.ingests: list[Future[Event]] = []
-        sweep(store, self.owner)
+        store.delete_group_folders(self.owner)
         self.stop_listening = preemption.listen()  # after Ray has set its own signal handlers
 
     def _run_ingest(self, stage: Stage) -> Manifest:
@@ -606,7 +606,7 @@ class RayExecutor(Executor):
                 self.ray.wait(tasks, num_returns=len(tasks), timeout=CLOSE_TIMEOUT_S)
         # If a thread waited for a Ray task during Ray's shutdown, this process would never end.
         wait([run for run in self.ingests if not run.cancelled()], timeout=CLOSE_TIMEOUT_S)
-        sweep(self.store, self.owner)
+        self.store.delete_group_folders(self.owner)
         if self.session.is_ours:
             self.ray.shutdown()
 
@@ -632,20 +632,6 @@ def describe_breakdown(ray: Any, error: Exception) -> UserError:
     return UserError(
         f"Ray itself broke down ({reason}); finished stages are kept, run the same command again"
     )
-
-
-def sweep(store: Store, owner: str) -> None:
-    """Delete the folders of Ray Train for the groups of this driver.
-
-    Also delete the folders of drivers killed on this machine.
-
-    Args:
-        store: Store with the folders.
-        owner: Part of the names of this driver's folders.
-    """
-    for folder in store.folders("ray"):
-        if folder.startswith("group-") and (owner in folder or is_leftover(folder)):
-            delete_dir(join(store.storage, "ray", folder))
 
 
 class RayMap:

@@ -23,7 +23,7 @@ from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind
 from pipeline.launch import groups
 from pipeline.launch.cluster import ClusterState
-from pipeline.launch.groups import LOOK_S, RayExecutor, RaySession, sweep
+from pipeline.launch.groups import LOOK_S, RayExecutor, RaySession
 from pipeline.launch.queue import STRIDE, Queue, Rank
 from pipeline.launch.train import NO_ROOM
 from tests.pipeline.nodes import nodes_of
@@ -560,14 +560,18 @@ def test_folders_of_killed_drivers_of_this_machine_are_deleted_and_all_others_st
     def owner_with_pid(pid: int) -> str:
         return owner.replace(f"-{os.getpid()}-", f"-{pid}-")
 
-    to_delete = {folder_of(owner), folder_of(owner_with_pid(dead_pid))}
+    killed = {folder_of(owner_with_pid(dead_pid))}
     to_keep = {
         folder_of(temporary_name()),
         folder_of("elsewhere-9-0"),
         folder_of(owner_with_pid(1)),
         "search-small",
     }
-    for name in to_delete | to_keep:
+    own = {folder_of(owner)}
+    for name in killed | own | to_keep:
         (tmp_path / "ray" / name).mkdir(parents=True)
-    sweep(Store(str(tmp_path)), owner)
+    store = Store(str(tmp_path))
+    store.sweep()  # as at the start of each run, also of one that does not need Ray
+    assert {path.name for path in (tmp_path / "ray").iterdir()} == own | to_keep
+    store.delete_group_folders(owner)
     assert {path.name for path in (tmp_path / "ray").iterdir()} == to_keep

@@ -394,6 +394,15 @@ def test_compact_inference_equals_the_dense_one_and_costs_less(ffn: str) -> None
     assert method.flops_share(state) < 1
 
 
+def test_operations_are_counted_on_a_backbone_without_values() -> None:
+    """A forecast of the cost builds the backbone on the device `meta`, which autocast refuses."""
+    outline = vit.outline(TINY)
+    assert next(outline.parameters()).is_meta
+    counted = count_multiply_adds(outline, 3, 64, 64)
+    # some kernels of attention are not counted on the CPU
+    assert counted == pytest.approx(count_multiply_adds(t2t(), 3, 64, 64), rel=0.01)
+
+
 @pytest.mark.parametrize(
     "promise", ["old_answers_stay", "the_stored_bytes_are_the_method", "the_backbone_stays_frozen"]
 )

@@ -64,7 +64,8 @@ class Performer(nn.Module):
         The computation is in fp32 even under autocast, because exponentials of bf16 scores would be
         inaccurate.
         """
-        with torch.autocast(q.device.type, enabled=False):
+        device = "cpu" if q.is_meta else q.device.type  # autocast does not know `meta`
+        with torch.autocast(device, enabled=False):
             q, k = self.phi(q), self.phi(k)  # (B, N, M)
             values = k.transpose(1, 2) @ v  # (B, M, D)
             total = q @ k.sum(1).unsqueeze(-1)  # (B, N, 1)

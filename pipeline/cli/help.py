@@ -28,7 +28,9 @@ class CommandGroup(NamedTuple):
 
 GROUPS = (
     CommandGroup(
-        "compute", ("run", "plan", "add", "remove", "launch", "search", "ingest", "shards"), "run"
+        "compute",
+        ("run", "plan", "add", "remove", "launch", "search", "reproduce", "ingest", "shards"),
+        "run",
     ),
     CommandGroup("write configs", ("init", "data", "methods", "schema"), "init"),
     CommandGroup(
@@ -47,6 +49,7 @@ EXAMPLES: Mapping[str, str] = {
     "remove": "remove leaves.yaml --class oak --model model",
     "launch": "launch configs/demo.yaml --on slurm --set cluster.workers=2",
     "search": "search configs/streams/digits.yaml --method meat",
+    "reproduce": "reproduce meat-table-1 --scale small",
     "ingest": "ingest configs/demo.yaml",
     "shards": "shards digits --split train",
     "runs": "runs --storage storage",

@@ -1,8 +1,8 @@
 """The command line.
 
-The commands are init, data, run, plan, add, remove, launch, search, ingest, shards, report,
-analyse, compare, predict, bundle, serve, tasks, runs, status, logs, ui, gc, methods, schema and
-completion. There are few options; `--set key=value` overrides any setting of a config.
+The commands are init, data, run, plan, add, remove, launch, search, reproduce, ingest, shards,
+report, analyse, compare, predict, bundle, serve, tasks, runs, status, logs, ui, gc, methods, schema
+and completion. There are few options; `--set key=value` overrides any setting of a config.
 
 The help, the version and the error for an unknown command need only the standard library. Each
 command imports the packages that it needs.
@@ -21,7 +21,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from pipeline.cli import computing, data, growing, housekeeping, reference, results, serving
+from pipeline.cli import (
+    computing,
+    data,
+    growing,
+    housekeeping,
+    reference,
+    reproducing,
+    results,
+    serving,
+)
 from pipeline.cli.arguments import AddCommand, add_config_arguments
 from pipeline.cli.completion import SHELLS
 from pipeline.cli.help import GroupedParser, HelpFormatter, Parser, example_text
@@ -209,7 +218,8 @@ def parser(program: str = "") -> argparse.ArgumentParser:
             add_config_arguments(sub, **config_options)
         return sub
 
-    for module in (computing, results, growing, data, serving, housekeeping, reference):
+    modules = (computing, results, growing, data, serving, housekeeping, reference, reproducing)
+    for module in modules:
         module.add_commands(add_command)
     _add_completion_command(add_command)
     return top

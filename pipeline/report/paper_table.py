@@ -1,0 +1,54 @@
+"""The picture of a table of a paper: our values and the paper's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from pipeline.report.plots import (
+    INK,
+    add_legend,
+    list_handles,
+    method_style,
+    new_figure,
+    rotate_x_ticks,
+    style_axes,
+)
+from pipeline.results.tables import Row
+
+COLUMN_INCHES = 0.9
+MIN_INCHES, MAX_INCHES = 6.0, 14.0  # width of the figure
+PART_INCHES = 3.2  # height of a part
+
+
+def draw_cells(title: str, cells: Sequence[Row]) -> Figure:
+    """Draw a marker for each cell of a table. Hollow markers are the paper's values.
+
+    Args:
+        title: Title of the figure.
+        cells: Rows with `part`, `row`, `column`, `value` and `paper`, in %; NaN if unknown.
+    """
+    parts = list(dict.fromkeys(str(cell["part"]) for cell in cells))
+    columns = list(dict.fromkeys(str(cell["column"]) for cell in cells))
+    names = list(dict.fromkeys(str(cell["row"]) for cell in cells))
+    width = min(MAX_INCHES, max(MIN_INCHES, 2.5 + COLUMN_INCHES * len(columns)))
+    figure, panels = new_figure(width, PART_INCHES * len(parts) + 0.8, len(parts))
+    figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left", fontweight="bold")
+    for axes, part in zip(panels, parts, strict=True):
+        own = [cell for cell in cells if cell["part"] == part]
+        for index, name in enumerate(names):
+            style = {**method_style(index), "linestyle": "none"}
+            shift = 0.6 * (index + 0.5) / len(names) - 0.3  # so that markers lie side by side
+            row = [cell for cell in own if cell["row"] == name]
+            places = [columns.index(str(cell["column"])) + shift for cell in row]
+            axes.plot(places, [cell["value"] for cell in row], label=name, **style)
+            hollow = {**style, "markerfacecolor": "none"}
+            axes.plot(places, [cell["paper"] for cell in row], **hollow)
+        rotate_x_ticks(axes, columns, 30)
+        style_axes(axes, part, y="%")
+    if any(not math.isnan(cell["paper"]) for cell in cells):
+        panels[0].plot([], [], "o", color=INK, markerfacecolor="none", label="hollow: in the paper")
+    add_legend(figure, list_handles(panels[0]))
+    return figure

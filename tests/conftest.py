@@ -48,9 +48,9 @@ GROUPS = {
         "test_recovery_of_a_chain.py",
         "test_recovery_on_ray.py",
         "test_removals.py",
-        "test_several_nodes.py",
         "test_two_drivers.py",
     ),
+    "nodes": ("test_elastic_runs.py", "test_several_nodes.py"),
     "services": (
         "test_gpu_benchmark.py",
         "test_growing_story.py",

@@ -140,39 +140,6 @@ def test_a_killed_controller_leaves_no_reservation_and_no_process(
     assert not [*(tmp_path / "storage" / "ray").iterdir()]
 
 
-def test_an_elastic_group_continues_with_fewer_ranks_and_grows_when_a_node_joins(
-    tmp_path: Path,
-) -> None:
-    """The last task is learned for longer than it takes until a new node is seen."""
-    longer = {"hat": {"tasks": {"b": {"train": {"epochs": 400}}}}}
-    reference = Reference.made_in(
-        tmp_path / "one", ("base", "a", "b"), methods=longer, train={"epochs": 60}
-    )
-    with nodes_up([1, 1]) as nodes:
-        config = on(nodes, reference, tmp_path, workers=2, min_workers=1, groups=1)
-        process = small_run.start(["run", config], tmp_path / "out.txt")
-        until_checkpoint(tmp_path, "hat/a/train", process, "out.txt")
-        nodes.kill(working(nodes)[0])
-        wait_for(lambda: "hat/a/train" in published_attempts(tmp_path), 200, process)
-        nodes.add(1)
-        process.join(900)
-        output = (tmp_path / "out.txt").read_text()
-        assert process.exitcode == 0, output
-    manifests = small_run.manifests(tmp_path / "storage")
-    assert manifests["hat/a/train"]["workers"] == 1
-    assert manifests["hat/b/evaluate"]["workers"] == 2, "the group must have grown"
-    results = small_run.results(tmp_path / "storage")
-    for stage_id, expected in reference.expected.items():
-        if stage_id.endswith("/evaluate"):
-            rows = results[stage_id]["rows"]
-            assert [row["task"] for row in rows] == [row["task"] for row in expected["rows"]]
-            # In the long training of the last task even the order of summation may decide.
-            for one, two in zip(expected["rows"][:2], rows[:2], strict=True):
-                assert abs(one["correct"] - two["correct"]) <= 2, (
-                    "only the order in which gradients are summed may differ"
-                )
-
-
 def test_two_drivers_on_one_cluster_train_each_stage_once(references: Any, tmp_path: Path) -> None:
     """Both run the same config on the same store at the same time.
 

@@ -19,7 +19,9 @@ from workers.methods.base import Method
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RUNNABLE = sorted(
-    p for p in CONFIGS.rglob("*.yaml") if p.parent.name not in ("streams", "search", "cluster", "papers")
+    p
+    for p in CONFIGS.rglob("*.yaml")
+    if p.parent.name not in ("streams", "search", "cluster", "papers")
 )
 SPACES = sorted((CONFIGS / "search").glob("*.yaml"))
 STEPS = "docs/new-method.md says what it holds; start from those of finetune"

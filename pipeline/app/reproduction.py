@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.app import measuring
 from pipeline.app import runs as app
 from pipeline.app.prepared import PreparedRun, read_run_tables
 from pipeline.app.screen import OpenScreen
@@ -129,7 +130,12 @@ def read_table(name: str, scale: Scale, overrides: Sequence[str] = ()) -> Reprod
 
 
 def reproduce(
-    name: str, scale: Scale, overrides: Sequence[str], open_screen: OpenScreen, command: str
+    name: str,
+    scale: Scale,
+    overrides: Sequence[str],
+    open_screen: OpenScreen,
+    command: str,
+    to_record: bool = False,
 ) -> Reproduction:
     """Run what is missing for a table, and return it.
 
@@ -139,15 +145,24 @@ def reproduce(
         overrides: Overrides of all runs in the form of `--set`.
         open_screen: Creates the screen that shows a run.
         command: Command that resumes after an interruption, for messages.
+        to_record: Record each run in `configs/measured.csv`, see `measuring`.
 
     Raises:
         UserError: If a run cannot be prepared, or a stage fails.
     """
+    if to_record:
+        measuring.check_checkout()
+    _, runs = _list_runs(name, scale)
     table, prepared = prepare_table(name, scale, overrides, to_run=True)
     results: dict[TableKey, Mapping[str, RunTables]] = {}
-    for key, run in prepared.items():
-        result = app.execute(run, open_screen, command, command)
+    for key, prepared_run in prepared.items():
+        result = app.execute(prepared_run, open_screen, command, command)
         results[key] = result.replicas or {"": result.tables}
+    if to_record:
+        for run in runs:
+            texts = [*run.overrides, *overrides]
+            config = measuring.name_config(run.config)
+            measuring.record(config, texts, results[TableKey(run.part, run.run)])
     return collect_values(name, scale, table, results)
 
 

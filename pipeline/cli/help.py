@@ -29,7 +29,18 @@ class CommandGroup(NamedTuple):
 GROUPS = (
     CommandGroup(
         "compute",
-        ("run", "plan", "add", "remove", "launch", "search", "reproduce", "ingest", "shards"),
+        (
+            "run",
+            "plan",
+            "add",
+            "remove",
+            "launch",
+            "search",
+            "reproduce",
+            "measure",
+            "ingest",
+            "shards",
+        ),
         "run",
     ),
     CommandGroup("write configs", ("init", "data", "methods", "schema"), "init"),
@@ -50,6 +61,7 @@ EXAMPLES: Mapping[str, str] = {
     "launch": "launch configs/demo.yaml --on slurm --set cluster.workers=2",
     "search": "search configs/streams/digits.yaml --method meat",
     "reproduce": "reproduce meat-table-1 --scale small",
+    "measure": "measure configs/demo.yaml",
     "ingest": "ingest configs/demo.yaml",
     "shards": "shards digits --split train",
     "runs": "runs --storage storage",

@@ -1,16 +1,16 @@
-"""The command reproduce: tables of papers."""
+"""The commands reproduce and measure: tables of papers, and figures of the documents."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 
-from pipeline.cli.arguments import AddCommand
+from pipeline.cli.arguments import AddCommand, add_method_option
 from pipeline.config import invocation
 
 
 def add_commands(add_command: AddCommand) -> None:
-    """Add the command of this module to the command line."""
+    """Add the commands of this module to the command line."""
     parser = add_command(
         "reproduce",
         reproduce,
@@ -33,6 +33,11 @@ def add_commands(add_command: AddCommand) -> None:
         help="print the cost of what is missing, and run nothing",
     )
     parser.add_argument(
+        "--record",
+        action="store_true",
+        help="record the runs in configs/measured.csv as `accrete measure` does",
+    )
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -40,6 +45,16 @@ def add_commands(add_command: AddCommand) -> None:
         dest="overrides",
         help="override a setting of all runs of the table, e.g. --set storage=FOLDER",
     )
+    parser = add_command(
+        "measure",
+        measure,
+        "run a config of this checkout, record the figures in configs/measured.csv, and write the "
+        "tables of README, docs and configs again",
+        nargs="?",
+        default="",
+        help="path of a config in configs; default: only write the tables again",
+    )
+    add_method_option(parser)
 
 
 def reproduce(args: argparse.Namespace) -> int:
@@ -67,9 +82,27 @@ def reproduce(args: argparse.Namespace) -> int:
         words += ["--set", override]
     command = f"{invocation.this_command()} {shlex.join(words)}"
     result = reproduction.reproduce(
-        args.table, args.scale, args.overrides, console.Console, command
+        args.table, args.scale, args.overrides, console.Console, command, args.record
     )
     print(f"\n{reproduction.format_reproduction(result)}")
     for path in reproduction.write_files(result):
         print(f"{'picture' if path.endswith('.png') else 'table'}: {path}")
+    return 0
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Run and record a config, and write all generated tables again."""
+    from pipeline.app import measuring  # start-up time: imports torch
+    from pipeline.app.runs import format_command
+    from pipeline.shell import console
+
+    if args.config:
+        command = format_command("measure", args.config, args.overrides)
+        changed = measuring.measure(args.config, args.overrides, console.Console, command)
+    else:
+        changed = measuring.write_documents()
+    for path in changed:
+        print(f"written: {path}")
+    if not changed:
+        print("all figures were up to date")
     return 0

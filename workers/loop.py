@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -108,8 +109,14 @@ def read_stored_manifest(job: StageJob, group: dist.Group) -> dict[str, Any] | N
     return shared
 
 
+def read_cpu_clock() -> float:
+    """Return the CPU time of this process and its ended children in seconds."""
+    return sum(os.times()[:4])
+
+
 def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any]:
     started = time.perf_counter()
+    cpu_started = read_cpu_clock()
     runners: dict[str, Runner] = {
         "backbone": train_backbone,
         "evaluate": evaluate_task,
@@ -125,6 +132,7 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
         "method": job.method,
         "task": job.task.name if job.task else None,
         "wall_s": round(time.perf_counter() - started, 3),
+        "cpu_s": round(read_cpu_clock() - cpu_started, 2),
         "workers": group.world,
         "made_of": parent_digests,
         "provenance": {

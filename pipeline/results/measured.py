@@ -31,7 +31,7 @@ EXPECTED = re.compile(
     r"^(# expected +)(?:average accuracy|not measured yet).*\n(?:#    +.*\n)*", re.MULTILINE
 )
 OUTDATED = "outdated"
-COLUMNS = ("tasks", "average", "last", "incremental", "forgetting", "bytes", "growth", "minutes")
+COLUMNS = ("tasks", "average", "last", "incremental", "forgetting", "bytes", "growth", "CPU")
 # Name of a method -> the revisions that all methods have, as text, and the method's own.
 Revisions = Mapping[str, tuple[str, int]]
 
@@ -52,7 +52,7 @@ class Measurement:
         commit: Git commit of the code.
         date: Day of the last stage.
         device: Device that trained.
-        seconds: Sum of the durations of all stages, times their number of workers.
+        cpu_seconds: CPU time of all stages: that of rank 0, times the number of ranks.
         bytes_per_task: Average size of the state of a task in bytes.
         carried_bytes: Size of the state that is carried to a next task, in bytes.
         growth: All stored bytes divided by those of the backbone.
@@ -72,7 +72,7 @@ class Measurement:
     commit: str
     date: str
     device: str
-    seconds: float
+    cpu_seconds: float
     bytes_per_task: float
     carried_bytes: float
     growth: float
@@ -138,7 +138,7 @@ def make_measurements(
             if stage_id.startswith(f"{label}/")
         ]
         newest = max(manifests, key=lambda manifest: str(manifest["provenance"]["created"]))
-        seconds = sum((one.get("wall_s") or 0) * (one.get("workers") or 1) for one in manifests)
+        seconds = sum((one.get("cpu_s") or 0) * (one.get("workers") or 1) for one in manifests)
         measurements.append(
             Measurement(
                 config=config,
@@ -152,7 +152,7 @@ def make_measurements(
                 commit=str(newest["provenance"]["git_commit"]),
                 date=str(newest["provenance"]["created"])[:10],
                 device=str(newest["provenance"]["device"]),
-                seconds=round(seconds, 1),
+                cpu_seconds=round(seconds, 1),
                 bytes_per_task=_whole_or_nan(row["bytes_per_task"]),
                 carried_bytes=_whole_or_nan(row["carried_bytes"]),
                 growth=round(float(row["growth"] or math.nan), 4),
@@ -175,7 +175,7 @@ def read_measurements(path: Path) -> list[Measurement]:
     if not path.exists():
         return []
     types: dict[str, Any] = dict.fromkeys(("seed", "trained_parameters", "method_revision"), int)
-    types |= dict.fromkeys(("seconds", "bytes_per_task", "carried_bytes", "growth"), float)
+    types |= dict.fromkeys(("cpu_seconds", "bytes_per_task", "carried_bytes", "growth"), float)
     with path.open(newline="", encoding="utf-8") as file:
         return [
             Measurement(**{name: types.get(name, str)(text) for name, text in row.items()})
@@ -245,7 +245,7 @@ def _describe_seeds(measurements: Sequence[Measurement], current: Revisions) -> 
     note = "" if is_current(first, current) else f" ({OUTDATED}: {first.revisions})"
     return (
         f"average accuracy {averages} with {noun} {seeds}; forgetting "
-        f"{100 * first.values['forgetting']:z.1f}; {format_seconds(first.seconds)}{note}"
+        f"{100 * first.values['forgetting']:z.1f}; {format_seconds(first.cpu_seconds)} of CPU{note}"
     )
 
 
@@ -378,8 +378,8 @@ def _make_cells(column: str, measurements: Sequence[Measurement]) -> list[str]:
         ]
     if column == "growth":
         return [f"{first.growth:.2f}"]
-    if column == "minutes":
-        return [f"{first.seconds / 60:.1f}"]
+    if column == "CPU":
+        return [format_seconds(first.cpu_seconds)]
     names = {
         "last": "last_accuracy",
         "incremental": "average_incremental_accuracy",

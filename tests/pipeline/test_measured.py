@@ -41,7 +41,7 @@ ONE = Measurement(
     commit="abc",
     date="2026-01-02",
     device="cpu",
-    seconds=90.0,
+    cpu_seconds=90.0,
     bytes_per_task=1000.0,
     carried_bytes=0.0,
     growth=1.25,
@@ -94,26 +94,26 @@ def test_metrics_follow_from_the_matrix() -> None:
 
 
 def test_the_file_is_sorted_and_keeps_the_newest(tmp_path: Path) -> None:
-    newer = replace(ONE, seconds=45.5, growth=math.nan)
+    newer = replace(ONE, cpu_seconds=45.5, growth=math.nan)
     text = format_measurements([ONE, HAT, newer])
     path = tmp_path / "measured.csv"
     path.write_text(text)
     hat, meat = read_measurements(path)
     assert hat == HAT
-    assert (meat.seconds, meat.seed, math.isnan(meat.growth)) == (45.5, 0, True)
+    assert (meat.cpu_seconds, meat.seed, math.isnan(meat.growth)) == (45.5, 0, True)
     assert format_measurements([meat, hat]) == text
 
 
 def test_a_table_is_generated() -> None:
     second = replace(ONE, seed=1, matrix="8/10; 8/10 4/4")
-    spec = "streams/digits columns=tasks,average,forgetting,bytes,growth,minutes"
+    spec = "streams/digits columns=tasks,average,forgetting,bytes,growth,CPU"
     text = rewrite_tables(TEXT.format(spec=spec), [ONE, HAT, second], CURRENT)
     assert text == (
         f"before\n<!-- measured: {spec} -->\n"
-        "| method | a | b | average | forgetting | bytes | growth | minutes |\n"
+        "| method | a | b | average | forgetting | bytes | growth | CPU |\n"
         "|---|---|---|---|---|---|---|---|\n"
-        "| `hat` | 90.0 | 100.0 | 95.0 | 0.0 | 1 kB + 5 MB carried | 1.25 | 1.5 |\n"
-        "| `meat` | 60.0 | 75.0 | 67.5, 90.0 | 20.0 | 1 kB | 1.25 | 1.5 |\n"
+        "| `hat` | 90.0 | 100.0 | 95.0 | 0.0 | 1 kB + 5 MB carried | 1.25 | 1 min 30 s |\n"
+        "| `meat` | 60.0 | 75.0 | 67.5, 90.0 | 20.0 | 1 kB | 1.25 | 1 min 30 s |\n"
         "\n"
         "`accrete measure configs/streams/digits.yaml`: seed 0, 1; training 6; cpu; 2026-01-02.\n"
         "<!-- end -->\nafter\n"
@@ -163,7 +163,7 @@ def test_a_wrong_spec(spec: str) -> None:
 def test_the_header_of_a_method_has_a_line_for_each_stream() -> None:
     old = "# digits  average accuracy 1.0,\n#           more\n"
     text = f"# MEAT.\n#\n# differs   much\n{old}name: meat\n"
-    line = "average accuracy 67.5 with seed 0; forgetting 20.0; 1 min 30 s\n"
+    line = "average accuracy 67.5 with seed 0; forgetting 20.0; 1 min 30 s of CPU\n"
     expected = f"# MEAT.\n#\n# differs   much\n# digits  {line}name: meat\n"
     assert rewrite_header("methods/meat", text, [ONE, HAT], CURRENT) == expected
     without = "# MEAT.\n#\n# differs   much\nname: meat\n"

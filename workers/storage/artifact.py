@@ -68,6 +68,7 @@ class Manifest(TypedDict, total=False):
 
     Attributes:
         wall_s: Duration of the stage in seconds.
+        cpu_s: CPU time of the stage in seconds, in the process of rank 0 and its ended children.
         made_of: Content digest of each input, by stage id.
     """
 
@@ -80,6 +81,7 @@ class Manifest(TypedDict, total=False):
     provenance: dict[str, Any]
     made_of: dict[str, str]
     wall_s: float
+    cpu_s: float
     workers: int
     warnings: list[str]
     length: dict[str, int]

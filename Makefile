@@ -62,7 +62,7 @@ test-fast: .venv/.ready
 	$(BIN)/python -m pytest -m "not slow" -n 4 --dist loadfile
 
 test-all: lint
-	$(BIN)/python -m pytest -n 4 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 # Sphinx and its theme, at the versions of constraints.txt; nothing else needs them.
 .venv/.docs: .venv/.ready

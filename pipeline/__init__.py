@@ -82,6 +82,7 @@ __all__ = [
     "register",
     "remove_data",
     "remove_task",
+    "reproduce",
     "rollback_model",
     "runs",
     "shards",
@@ -328,6 +329,47 @@ def compare(
     from pipeline.report import comparison_files
 
     return comparison_files.compare([_run_source(run) for run in runs], os.fspath(storage))
+
+
+def reproduce(
+    table: AnyPath, scale: str = "small", run: bool = True, quiet: bool = False, **overrides: Any
+) -> pd.DataFrame:
+    """Compute a table of a paper, with a row for each cell.
+
+    `value` is ours and `paper` is the paper's, in %; NaN if it is not known.
+
+    Args:
+        table: Name of a table in `configs/papers`, or path of a file.
+        scale: `paper` for the paper's data, `real` or `small` for smaller ones.
+        run: Run what is missing. If false, only stored values are shown.
+        quiet: Print nothing.
+        **overrides: Settings of all runs of the table, as for `load`.
+
+    Raises:
+        UserError: If there is no such table or scale, or a run fails.
+
+    Example:
+        >>> pipeline.reproduce("meat-table-1", "small").pivot(index="row", columns="column")
+    """
+    from pipeline.app import reproduction  # start-up time: imports torch
+    from pipeline.app.experiment import choose_stream, make_console
+    from pipeline.config.paper_tables import as_scale
+    from pipeline.config.yaml_files import format_override
+    from pipeline.results.data_frame import data_frame
+
+    texts = [format_override(key, value) for key, value in overrides.items()]
+    name = os.fspath(table)
+    if run:
+        result = reproduction.reproduce(
+            name,
+            as_scale(scale),
+            texts,
+            make_console(choose_stream(quiet)),
+            "the same `pipeline.reproduce(...)`",
+        )
+    else:
+        result = reproduction.read_table(name, as_scale(scale), texts)
+    return data_frame([cell._asdict() for cell in result.cells], reproduction.Cell._fields)
 
 
 def open_model(folder: AnyPath) -> Model:

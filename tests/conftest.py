@@ -50,8 +50,8 @@ GROUPS = {
         "test_removals.py",
         "test_two_drivers.py",
     ),
-    "nodes": ("test_elastic_runs.py", "test_several_nodes.py"),
     "services": (
+        "test_elastic_runs.py",
         "test_gpu_benchmark.py",
         "test_growing_story.py",
         "test_ingest_on_ray.py",
@@ -62,6 +62,7 @@ GROUPS = {
         "test_server_load.py",
         "test_server_updates.py",
         "test_servers.py",
+        "test_several_nodes.py",
         "test_slurm.py",
         "test_stage_limits.py",
         "test_wheel.py",

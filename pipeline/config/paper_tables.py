@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast, get_args
 
 from pydantic import Field
 
@@ -94,6 +94,18 @@ class PartRun(NamedTuple):
     run: str
     config: Path
     overrides: list[str]
+
+
+def as_scale(text: str) -> Scale:
+    """Return a text as a scale.
+
+    Raises:
+        UserError: If it is not one.
+    """
+    for scale in get_args(Scale):
+        if text == scale:
+            return cast(Scale, scale)
+    raise UserError(f"there is no scale {text!r:.40}; it is one of {', '.join(get_args(Scale))}")
 
 
 def list_paper_tables() -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+import pipeline
 from pipeline import cli
 from pipeline.app import reproduction
 from pipeline.app.reproduction import Cell, count_orders
@@ -142,6 +143,12 @@ def test_a_table_is_computed_once(table_file: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     assert cli.main(["reproduce", str(table_file)]) == 0
     assert f"{value:.1f}" in capsys.readouterr().out, "stored values are shown without a scale"
+    frame = pipeline.reproduce(table_file, "paper", run=False)
+    assert [*frame.columns] == ["part", "row", "column", "value", "paper"]
+    by_cell = {(row.part, row.row, row.column): row.value for row in frame.itertuples()}
+    assert by_cell == {cell: values[0] for cell, values in cells.items()}
+    with pytest.raises(UserError, match="one of paper, real, small"):
+        pipeline.reproduce(table_file, "large")
 
 
 def test_the_order_of_rows_is_compared_column_by_column() -> None:

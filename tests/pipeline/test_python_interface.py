@@ -20,7 +20,7 @@ import yaml
 
 import pipeline
 from pipeline import cli
-from pipeline.app import analysis, garbage, method_list, prepared, reports
+from pipeline.app import analysis, garbage, method_list, prepared, reports, reproduction
 from pipeline.app import runs as app
 from pipeline.app.prepared import PreparedRun
 from pipeline.cli import serving as serving_commands
@@ -82,6 +82,7 @@ PUBLIC = [
     "register",
     "remove_data",
     "remove_task",
+    "reproduce",
     "rollback_model",
     "runs",
     "shards",
@@ -417,6 +418,12 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
         ["remove", "CONFIG", "--class", "a", "--yes"],
         lambda e: pipeline.remove_data(e.source, class_name="a"),
     ),
+    (
+        reproduction,
+        "reproduce",
+        ["reproduce", "meat-table-1", "--scale", "small"],
+        lambda e: pipeline.reproduce("meat-table-1", "small"),
+    ),
     (method_list, "method_rows", ["methods"], lambda e: pipeline.methods()),
     (method_list, "list_settings", ["methods", "meat"], lambda e: pipeline.method_settings("meat")),
     (catalogue, "read_catalogue", ["data", "list"], lambda e: pipeline.data_sets()),
@@ -428,8 +435,9 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
     ),
     (shard_urls, "find_requested", ["shards", "digits"], lambda e: pipeline.shards("digits")),
 ]
-# they are processes, or a matter of the shell, of editors, and of a cluster's own tools
-ON_THE_COMMAND_LINE_ALONE = {"serve", "ui", "launch", "completion", "schema"}
+# they are processes, or a matter of the shell, of editors, of a cluster's own tools, and of the
+# documents of a checkout
+ON_THE_COMMAND_LINE_ALONE = {"serve", "ui", "launch", "completion", "schema", "measure"}
 
 
 def a_search() -> pipeline.SearchExperiment:
@@ -486,6 +494,7 @@ INTERFACE = (
 )
 # what else the modules of commands import, a module or all of a folder, and what for
 FOR_COMMANDS_ALONE = {
+    "pipeline.app.measuring": "measure",
     "pipeline.data.csv_text": "predict --csv; from Python, `to_csv` of the data frame",
     "pipeline.data.errors": "the command after an error about data",
     "pipeline.data.source_advice": "the same",

@@ -142,7 +142,37 @@ def evaluate_task(
     if earlier_tasks and not rewrites:
         canary_row = canary(job, method, earlier_tasks[-1], group)
     matrix_row = {"rewrites": rewrites, "rows": rows, "canary": canary_row}
+    if job.following is not None:
+        matrix_row["next"] = measure_following(job, method, job.following, group)
     return {"predictions.parquet": buffer.getvalue()}, {"kind": "evaluate", "result": matrix_row}
+
+
+@torch.no_grad()
+def measure_following(
+    job: StageJob, method: Method, task: Task, group: dist.Group
+) -> dict[str, Any]:
+    """Count the correct predictions on a task that the method has not learned.
+
+    This is the entry R[j - 1, j] of the accuracy matrix (Lopez-Paz and Ranzato 2017). All tasks
+    have the same classes: the scenario is `domain`.
+
+    Args:
+        job: The stage.
+        method: The method after the last task.
+        task: The next task.
+        group: The rank.
+    """
+    correct = total = torch.zeros((), dtype=torch.int64, device=group.device)
+    for batch in Feed(job, (task,), job.split, group, training=False).evaluate():
+        if isinstance(method, InfersTask) and method.candidates():
+            choice, _ = method.infer(batch.images)
+            logits = method.answer(batch.images, choice, None)
+        else:
+            logits = merge_domains(method, method.logits(batch.images, None))
+        correct = correct + (logits.argmax(1) == batch.labels).sum()
+        total = total + len(batch.labels)
+    counts = group.sum(torch.stack([correct, total])).tolist()
+    return {"task": task.name, "correct": counts[0], "total": counts[1]}
 
 
 @torch.no_grad()

@@ -664,6 +664,7 @@ class StageJob:
             carries state from task to task (a chain), else none.
         measured: Names of the tasks that `evaluate` measures, on images of `split`. A search
             measures only validation images.
+        following: The next task, which `evaluate` measures before it is learned, or None.
         provenance: Git commit and versions of packages, for the manifest.
         parents: Keys of all stages with results that this stage can read.
         features: Key of the stage with the features of the task's images. None if the step does not
@@ -688,6 +689,7 @@ class StageJob:
     states: dict[str, str] = field(default_factory=dict)
     measured: tuple[str, ...] = ()
     split: Literal["test", "val"] = "test"
+    following: Task | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     parents: tuple[str, ...] = ()
     features: str | None = None

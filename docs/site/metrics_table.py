@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from docs.site.pages import REPOSITORY
-from pipeline.results.metrics import METRICS, matrix_metrics
+from pipeline.results.metrics import METRICS
 
 PAGE = REPOSITORY / "docs" / "metrics.md"
 FORMULAS = ("name", "formula", "also called")
@@ -14,7 +14,7 @@ SIZES = ("name", "meaning", "unit")
 
 def replace_tables(text: str) -> str:
     """Return the page with the tables of the present metrics."""
-    formulas = [(m.name, m.formula, m.also_called) for m in matrix_metrics()]
+    formulas = [(m.name, m.formula, m.also_called) for m in METRICS.values() if m.formula]
     sizes = [
         (metric.name, metric.meaning, metric.unit)
         for metric in METRICS.values()

@@ -207,6 +207,21 @@ class StreamSettings(Frozen):
         "and one output space grows (CIL); `domain`: it is not, and all tasks have the same "
         "classes (DIL)",
     )
+    measure_next: bool = Field(
+        False,
+        exclude_if=lambda is_on: not is_on,
+        description="scenario `domain`: after each task, also measure the next one, before it is "
+        "learned; this gives forward transfer",
+    )
+
+    @model_validator(mode="after")
+    def _check_next(self) -> StreamSettings:
+        if self.measure_next and self.scenario != "domain":
+            raise ValueError(
+                "measure_next needs scenario `domain`: in the others, a model has no outputs for "
+                "the classes of a task that it has not learned; leave it out"
+            )
+        return self
 
     @field_validator("tasks", mode="before")
     @classmethod

@@ -28,7 +28,7 @@ from workers.methods import METHODS
 from workers.methods.base import Method, Step
 from workers.storage.artifact import Artifact
 
-REPORT_REVISION = 3  # part of the key: increase it if the content of the report changes
+REPORT_REVISION = 4  # part of the key: increase it if the content of the report changes
 # part of the key: increase it if equal settings result in other weights, for example after a change
 # of how weights are loaded or resampled
 BACKBONE_REVISION = 1
@@ -338,7 +338,10 @@ def add_method(
             task_stages = stages.add_training(task, seen, steps, topology.training_start())
             stages.state_stages[task.name] = task_stages[steps[-1].name]
             topology.add_task(steps, task_stages)
-        evaluations.append(stages.add_evaluation(seen, topology.serving_start()))
+        following = tasks[index + 1] if index + 1 < len(tasks) else None
+        if not builder.config.stream.measure_next:
+            following = None
+        evaluations.append(stages.add_evaluation(seen, topology.serving_start(), following))
     return evaluations
 
 
@@ -454,7 +457,9 @@ class MethodStages:
             **shared_revisions(),
         }
 
-    def add_evaluation(self, seen: tuple[Task, ...], start: Stages) -> str:
+    def add_evaluation(
+        self, seen: tuple[Task, ...], start: Stages, following: Task | None = None
+    ) -> str:
         """Add the evaluation after the last task in `seen`, and return the id of the stage.
 
         It measures all tasks in `seen` if the method can change predictions for earlier tasks.
@@ -466,21 +471,28 @@ class MethodStages:
         Args:
             seen: The tasks so far.
             start: Ids of the stages with the carried states that serve them, by step.
+            following: The next task, to measure before it is learned, too.
         """
         builder = self.builder
         method = builder.method(self.label)
+        if following is not None and following.card in builder.cards_without_data:
+            following = None
         served = seen[-2:]
         if method.changes_past_predictions(builder.config.stream.scenario):
             served = seen
-        stage = self._evaluation(served, served, start)
+        stage = self._evaluation(served, served, start, following)
         measurable = tuple(t for t in served if t.card not in builder.cards_without_data)
         is_part = seen[-1] in measurable and len(measurable) < len(served)
         if is_part and Artifact.open(builder.store.root, stage.key) is None:
-            stage = self._evaluation(served, measurable, start)
+            stage = self._evaluation(served, measurable, start, following)
         return builder.append(stage).id
 
     def _evaluation(
-        self, served: tuple[Task, ...], measured: tuple[Task, ...], start: Stages
+        self,
+        served: tuple[Task, ...],
+        measured: tuple[Task, ...],
+        start: Stages,
+        following: Task | None,
     ) -> Stage:
         """Return the stage of the evaluation after the last task in `served`.
 
@@ -488,12 +500,16 @@ class MethodStages:
             served: The tasks that the evaluated model serves.
             measured: The tasks to measure, on their test images (or validation images).
             start: Ids of the stages with the carried states of the model, by step.
+            following: See `add_evaluation`. A search on validation images does not measure it.
         """
         builder = self.builder
+        if builder.split == "val":
+            following = None
         config = builder.config
         task = served[-1]
         state_stages = {t.name: self.state_stages[t.name] for t in served}
-        data_stages = [f"data/{t.card}" for t in measured]
+        next_tasks = (following,) if following is not None else ()
+        data_stages = [f"data/{t.card}" for t in (*measured, *next_tasks)]
         parents = ["backbone", *data_stages, *state_stages.values(), *start.values()]
         stage_id = f"{self.label}/{task.name}/evaluate"
         revision = builder.method(self.label).revision
@@ -511,6 +527,11 @@ class MethodStages:
             ),
             "scenario": config.stream.scenario,
         }
+        if following is not None:
+            inputs["next"] = {
+                "seen": _names_and_classes(next_tasks),
+                "images": builder.digest_images(next_tasks, ("test",)),
+            }
         if builder.split == "val":
             val_fraction = config.merge_data(self.label).val_fraction
             if not val_fraction and not all(task.has_val for task in measured):
@@ -526,6 +547,7 @@ class MethodStages:
             task,
             served,
             measured=tuple(t.name for t in measured),
+            following=following,
             split=builder.split,
             previous=builder.get_keys(start),
             states=builder.get_keys(state_stages),

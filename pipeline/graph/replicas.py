@@ -10,7 +10,7 @@ from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import compute_key
 from workers.job import StageJob
 
-REPORT_REVISION = 3  # part of the key: increase it if the content of the replicas' report changes
+REPORT_REVISION = 4  # part of the key: increase it if the content of the replicas' report changes
 
 
 def unite_graphs(name: str, graphs: Mapping[str, Graph]) -> Graph:

@@ -73,6 +73,11 @@ class Results:
         return self._frame(lambda tables, label: average_rows(tables.matrix(label)))
 
     @property
+    def classes(self) -> pd.DataFrame:
+        """One row per method, task and class: accuracy on its test images after the last task."""
+        return self._frame(lambda tables, label: tables.class_rows(label))
+
+    @property
     def sizes(self) -> pd.DataFrame:
         """One row per method and finished task: stored bytes so far, and bytes of the task."""
         return self._frame(lambda tables, label: tables.sizes(label))

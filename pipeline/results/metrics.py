@@ -3,8 +3,8 @@
 For a stream of T tasks, R[t, i] is the accuracy on task i after stage t, the training on task t;
 its shape is (T, T). It is given as counts `correct` and `total` of this shape, or as rates with the
 default `total=1`, which gives all tasks the same weight. Entries above the diagonal belong to tasks
-not learned yet, and no metric reads them. Forward transfer (GEM) is therefore not included: it
-needs predictions on future tasks, for which the model has no head and no outputs yet.
+not learned yet, and no metric reads them. Therefore forward transfer (GEM) is not a function of R,
+and is measured in scenario `domain` with the setting `stream.measure_next`.
 
 An entry is missing if `correct` is NaN, or `total` is NaN or not positive. A metric that needs a
 missing entry is NaN, never a mean over fewer entries. `over_time` returns each metric after each
@@ -214,6 +214,32 @@ def learning_accuracy(a: Accuracies) -> Array:
     return means
 
 
+def lower_triangle_accuracy(a: Accuracies) -> Array:
+    """Compute 2/(T(T+1)) sum_{i>=j} R[i, j]."""
+    later, earlier = np.tril_indices(a.rates.shape[-1])
+    means: Array = a.rates[..., later, earlier].mean(-1)
+    return means
+
+
+def average_over_time(a: Accuracies) -> Array:
+    """Compute mean_t mean_{i<=t} R[t, i]: the area under the curve of average accuracy."""
+    count = a.rates.shape[-1]
+    is_learned = np.tril(np.ones((count, count), bool))
+    sums: Array = np.where(is_learned, a.rates, 0).sum(-1)
+    means: Array = (sums / np.arange(1, count + 1)).mean(-1)
+    return means
+
+
+def positive_backward_transfer(a: Accuracies) -> Array:
+    """Compute max(BWT, 0), with the BWT of all pairs."""
+    return np.maximum(backward_transfer_all_pairs(a), 0)
+
+
+def remembering(a: Accuracies) -> Array:
+    """Compute 1 - |min(BWT, 0)|, with the BWT of all pairs."""
+    return 1 + np.minimum(backward_transfer_all_pairs(a), 0)
+
+
 def forgetting_continuum_pre_2022_05(a: Accuracies) -> Array:
     """Compute 1/(T-1) sum_{j<T-2} (max_{l=j..T-3} R[l, j] - R[T-1, j]); 0 for T < 3.
 
@@ -377,6 +403,88 @@ _ENTRIES = (
         learning_accuracy,
         "mean over j of R[j, j], each task just after it was learned",
         "plasticity",
+    ),
+    Metric(
+        "lower_triangle_accuracy",
+        "mean accuracy on the tasks so far, over all pairs of a stage and a task",
+        "rate",
+        max,
+        (),
+        lower_triangle_accuracy,
+        "2/(T(T+1)) sum over i >= j of R[i, j]",
+        "A of Díaz-Rodríguez et al. 2018, accuracy of continuum",
+    ),
+    Metric(
+        "average_over_time",
+        "average accuracy over the tasks so far, averaged over the stages",
+        "rate",
+        max,
+        (),
+        average_over_time,
+        "mean over t of (mean over i <= t of R[t, i]), every task counts the same",
+        "area under the curve of average accuracy; AIA where it is not pooled",
+    ),
+    Metric(
+        "positive_backward_transfer",
+        "backward transfer over all pairs, or 0 if it is negative",
+        "rate",
+        max,
+        (),
+        positive_backward_transfer,
+        "max(`backward_transfer_all_pairs`, 0)",
+        "BWT+ of Díaz-Rodríguez et al. 2018, positive_backward_transfer of continuum",
+    ),
+    Metric(
+        "remembering",
+        "1 minus the loss of accuracy over all pairs of an earlier and a later task",
+        "rate",
+        max,
+        (),
+        remembering,
+        "1 - abs(min(`backward_transfer_all_pairs`, 0))",
+        "REM of Díaz-Rodríguez et al. 2018, remembering of continuum",
+    ),
+    Metric(
+        "balanced_accuracy",
+        "mean over all classes of the accuracy on the images of a class, after the last task",
+        "rate",
+        max,
+        ("report",),
+        formula="mean over the classes of all tasks of correct / total of the images of a class, "
+        "after the last stage",
+        also_called="macro recall",
+        heading="balanced\naccuracy",
+    ),
+    Metric(
+        "intransigence",
+        "accuracy of joint training on each task when it is learned, minus that of the method",
+        "rate",
+        min,
+        ("report",),
+        formula="mean over j of J[j, j] - R[j, j], where J is the matrix of the method `joint` of "
+        "the same run",
+        also_called="intransigence of Chaudhry et al. 2018",
+        heading="intransigence",
+    ),
+    Metric(
+        "next_task_accuracy",
+        "mean accuracy on each task just before it is learned",
+        "rate",
+        max,
+        ("report",),
+        formula="mean over j >= 1 of R[j-1, j], in scenario `domain` with `stream.measure_next`",
+        heading="next\ntask_accuracy",
+    ),
+    Metric(
+        "forward_transfer",
+        "mean accuracy on each task just before it is learned, minus that of guessing",
+        "rate",
+        max,
+        ("report",),
+        formula="mean over j >= 1 of R[j-1, j] - 1 / number of classes",
+        also_called="FWT of GEM (Lopez-Paz and Ranzato 2017), which subtracts the accuracy of an "
+        "untrained network",
+        heading="forward\ntransfer",
     ),
     Metric(
         "forgetting_continuum_pre_2022_05",

@@ -545,7 +545,90 @@ class RunTables:
             "flops_share": _average_known([row["flops_share"] for row in task_sizes]),
             "answers": self.logits_verdict(label),
             "wall_s": wall_s,
+            **self._further_metrics(label, matrix),
         }
+
+    def _further_metrics(self, label: str, matrix: Matrix) -> dict[str, float]:
+        """Return the metrics that do not follow from the accuracy matrix of the method alone.
+
+        A metric is left out if what it needs was not measured.
+        """
+        values = {}
+        by_class: dict[tuple[str, str], list[Row]] = {}
+        for row in self.class_rows(label):
+            task = "" if self.scenario == "domain" else row["task"]
+            by_class.setdefault((task, row["class"]), []).append(row)
+        if by_class:
+            rates = [
+                sum(row["correct"] for row in rows) / sum(row["total"] for row in rows)
+                for rows in by_class.values()
+            ]
+            values["balanced_accuracy"] = float(np.mean(rates))
+        joint = [other for other in self.labels if self.method(other) == "joint"]
+        if len(joint) == 1 and joint[0] != label:
+            differences = np.diag(self.matrix(joint[0]).rates) - np.diag(matrix.rates)
+            values["intransigence"] = float(differences[: matrix.finished].mean())
+        measured = [self._next_row(label, after) for after in matrix.tasks]
+        following = [row for row in measured if row is not None]
+        if following and len(following) == len(matrix.tasks) - 1:
+            rate = float(np.mean([row["correct"] / row["total"] for row in following]))
+            guesses = [1 / len(self.task(row["task"])["classes"]) for row in following]
+            values["next_task_accuracy"] = rate
+            values["forward_transfer"] = rate - float(np.mean(guesses))
+        return values
+
+    def _next_row(self, label: str, after: str) -> Row | None:
+        """Return the counts on the next task after learning `after`, if they were measured."""
+        return (self.result(label, after) or {}).get("next")
+
+    def class_rows(self, label: str) -> list[Row]:
+        """Return a row for each class of each task: correct predictions and test images at the end.
+
+        The state is that after the last finished task. Tasks whose predictions cannot be read are
+        left out.
+        """
+        finished = [name for name in self.tasks(label) if self.result(label, name) is not None]
+        if not finished:
+            return []
+        last = finished[-1]
+        rewrites = bool((self.result(label, last) or {})["rewrites"])
+        rows = []
+        for after in [last] if rewrites else finished:
+            artifact = self.artifacts.get(f"{label}/{after}/evaluate")
+            table = self.table(artifact, "predictions.parquet")
+            for task in finished if rewrites else [after]:
+                rows += self._count_classes(label, task, table)
+        return rows
+
+    def _count_classes(self, label: str, task: str, table: pa.Table | None) -> list[Row]:
+        """Return the rows of `class_rows` for one task. `table`: the predictions."""
+        if table is None:
+            return []
+        own = table.filter(pc.equal(table["task"], task))
+        names = list(self.task(task)["classes"])
+        first = 0
+        if self.scenario == "class":
+            order = self.tasks(label)
+            earlier = order[: order.index(task)]
+            first = sum(len(self.task(name)["classes"]) for name in earlier)
+        labels = own["label"].to_numpy() - first
+        if len(labels) and not 0 <= labels.min() <= labels.max() < len(names):
+            return []
+        is_correct = own["label"].to_numpy() == own["prediction"].to_numpy()
+        correct = np.bincount(labels, is_correct, len(names))
+        total = np.bincount(labels, minlength=len(names))
+        return [
+            {
+                "label": label,
+                "task": task,
+                "class": name,
+                "correct": int(correct[index]),
+                "total": int(total[index]),
+                "accuracy": float(correct[index] / total[index]),
+            }
+            for index, name in enumerate(names)
+            if total[index]
+        ]
 
     # ---- evaluations -----------------------------------------------------------------------------
     def evaluation_rows(self, label: str, after: str) -> list[Row]:
@@ -833,6 +916,7 @@ class RunTables:
             "histories": [],
             "logits": [],
             "picks": [],
+            "classes": [],
             "stages": self.stage_rows(),
         }
         for label in self.labels:
@@ -842,6 +926,7 @@ class RunTables:
             tables["sizes"] += self.sizes(label)
             tables["logits"] += self.logits_rows(label)
             tables["picks"] += self.picks(label)
+            tables["classes"] += self.class_rows(label)
         for stage in self.record["stages"]:
             if stage["step"] not in ("ingest", "evaluate", "report"):
                 columns = {

@@ -32,6 +32,11 @@ TOTALS = np.full((4, 4), 100)
         ("backward_transfer", -0.106667),
         ("learning_accuracy", 0.875),
         ("forgetting_continuum_pre_2022_05", (0.93 - 0.60 + 0.80 - 0.75) / 3),
+        ("lower_triangle_accuracy", 0.844),
+        ("average_over_time", (0.9 + 0.865 + 2.63 / 3 + 0.795) / 4),
+        ("backward_transfer_all_pairs", -0.28 / 6),
+        ("positive_backward_transfer", 0.0),
+        ("remembering", 1 - 0.28 / 6),
     ],
 )
 def test_the_worked_case_gives_its_numbers(name: str, value: Any) -> None:
@@ -84,6 +89,15 @@ def test_unequal_tasks_are_pooled_in_micro_and_incremental_and_averaged_in_macro
     assert METRICS["average_incremental_accuracy"](correct, total) == pytest.approx(
         (0.9 + 905 / 1010) / 2
     )
+
+
+def test_transfer_is_split_by_its_sign() -> None:
+    better = metrics.all_metrics([[0.5, 0], [0.7, 0.6]])
+    assert better["positive_backward_transfer"] == pytest.approx(0.2)
+    assert better["remembering"] == 1
+    worse = metrics.all_metrics([[0.5, 0], [0.4, 0.6]])
+    assert worse["positive_backward_transfer"] == 0
+    assert worse["remembering"] == pytest.approx(0.9)
 
 
 def test_one_task_has_no_forgetting() -> None:

@@ -51,7 +51,7 @@ def make_card(folder: Path, quarters: int) -> str:
     return str(path)
 
 
-def run_of(lab: Lab, method: str, **settings: Any) -> Run:
+def run_of(lab: Lab, method: str, measure_next: bool = False, **settings: Any) -> Run:
     """Return the run of a method on both domains, one epoch each."""
     cards = [make_card(lab.folder, quarters) for quarters in (0, 1)]
     tasks = [{"card": card, "name": name} for card, name in zip(cards, NAMES, strict=True)]
@@ -59,7 +59,7 @@ def run_of(lab: Lab, method: str, **settings: Any) -> Run:
         method,
         {**OPTIMIZERS["adamw"], "epochs": 1},
         settings={**SETTINGS.get((method, "adamw"), {}), **settings},
-        stream={"scenario": "domain", "tasks": tasks},
+        stream={"scenario": "domain", "tasks": tasks, "measure_next": measure_next},
     )
 
 
@@ -115,6 +115,23 @@ def test_one_head_is_trained_on_all_domains(lab: Lab, name: str) -> None:
     assert len(served.heads.layers) == 1 or name == "ranpac"
     heads = [served.heads[task] for task in NAMES]
     assert torch.equal(heads[0].weight, heads[1].weight)
+
+
+@pytest.mark.parametrize("name", ["er", "simplecil", "s_prompts"])
+def test_the_next_domain_is_measured_before_it_is_learned(lab: Lab, name: str) -> None:
+    """Of one head, of a head for each task, and of a method that infers the task."""
+    run = run_of(lab, name, measure_next=True)
+    measured = run.evaluated(0)["next"]
+    served = run.served(0)
+    with torch.no_grad():
+        logits = answers(served, run.images(1), NAMES[0])
+    labels = torch.arange(3).repeat_interleave(10)
+    correct = int((logits.argmax(1) == labels).sum())
+    assert measured == {"task": "three", "correct": correct, "total": 30}
+    assert "next" not in run.evaluated(1)
+    without = run_of(lab, name)
+    assert "next" not in without.evaluated(0)
+    assert without.evaluated(1) == run.evaluated(1)
 
 
 def test_heads_of_their_own_compete_class_by_class(lab: Lab) -> None:

@@ -1,0 +1,97 @@
+"""Metrics that need more than the accuracy matrix: classes, joint training, next tasks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import pipeline
+from pipeline.config.settings import check
+from tests import small_run
+from workers.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("small_pictures")
+
+
+def run_domains(folder: Path, scenario: str, methods: tuple[str, ...], **stream: Any) -> Any:
+    """Run methods on two tasks of digits, and return the results."""
+    classes = ("234", "234") if scenario == "domain" else ("23", "456")
+    tasks = []
+    for name, digits in zip("ab", classes, strict=True):
+        # unequal classes, so that balanced accuracy differs from accuracy
+        card = small_run.make_card(folder, name, digits, train=12, test=9)
+        for path in sorted((folder / "raw" / name / "test" / digits[0]).iterdir())[3:]:
+            path.unlink()
+        tasks.append({"name": name, "card": card})
+    body = small_run.make_body(
+        folder, {}, methods, stream={"scenario": scenario, "tasks": tasks, **stream}
+    )
+    return pipeline.load(body).run(quiet=True)
+
+
+def count_by_hand(folder: Path, label: str, scenario: str) -> float:
+    """Return the balanced accuracy from the stored predictions, without the code under test."""
+    rates = defaultdict(list)
+    record = small_run.manifests(folder / "storage")
+    rewrites = record[f"{label}/b/evaluate"]["result"]["rewrites"]
+    stages = ["b"] if rewrites else ["a", "b"]
+    for after in stages:
+        path = small_run.artifact(
+            folder / "storage", f"{label}/{after}/evaluate", "predictions.parquet"
+        )
+        for row in pq.read_table(path).to_pylist():
+            place = (row["task"] if scenario == "task" else "", row["label"])
+            rates[place].append(row["label"] == row["prediction"])
+    return float(np.mean([np.mean(hits) for hits in rates.values()]))
+
+
+def learned_rate(folder: Path, label: str, task: str) -> float:
+    """Return the accuracy on a task just after it was learned."""
+    result = small_run.manifests(folder / "storage")[f"{label}/{task}/evaluate"]["result"]
+    (row,) = [row for row in result["rows"] if row["task"] == task]
+    rate: float = row["correct"] / row["total"]
+    return rate
+
+
+@pytest.mark.parametrize("scenario", ["task", "class", "domain"])
+def test_balanced_accuracy_and_intransigence(tmp_path: Path, scenario: str) -> None:
+    other = "linear" if scenario == "task" else "er"
+    results = run_domains(tmp_path, scenario, ("joint", other))
+    summary = results.summary.set_index("label")
+    for label in ("joint", other):
+        value = summary.loc[label, "balanced_accuracy"]
+        assert value == pytest.approx(count_by_hand(tmp_path, label, scenario))
+    differences = [
+        learned_rate(tmp_path, "joint", task) - learned_rate(tmp_path, other, task) for task in "ab"
+    ]
+    expected = np.mean(differences)
+    assert summary.loc[other, "intransigence"] == pytest.approx(expected)
+    assert np.isnan(summary.loc["joint", "intransigence"])
+    classes = results.classes
+    assert set(classes["class"]) == ({*"234"} if scenario == "domain" else {*"23456"})
+    few = classes["class"].isin(["2"] if scenario == "domain" else ["2", "4"])
+    assert (classes["total"] == np.where(few, 3, 9)).all()
+
+
+def test_forward_transfer_is_measured_if_asked_for(tmp_path: Path) -> None:
+    results = run_domains(tmp_path, "domain", ("er",), measure_next=True)
+    (row,) = results.summary.to_dict("records")
+    counts = small_run.results(tmp_path / "storage")["er/a/evaluate"]["next"]
+    assert counts["task"] == "b"
+    rate = counts["correct"] / counts["total"]
+    assert row["next_task_accuracy"] == pytest.approx(rate)
+    assert row["forward_transfer"] == pytest.approx(rate - 1 / 3)
+
+
+@pytest.mark.parametrize("scenario", ["task", "class"])
+def test_other_scenarios_have_no_next_task(tmp_path: Path, scenario: str) -> None:
+    cards = small_run.make_cards(tmp_path, ("base", "a"))
+    body = small_run.make_body(tmp_path, cards, scenario=scenario)
+    body["stream"]["measure_next"] = True
+    with pytest.raises(UserError, match=r"measure_next.*domain"):
+        check(body, "test")

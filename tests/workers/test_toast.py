@@ -55,9 +55,10 @@ def moved(method: Any) -> None:
     with torch.no_grad():
         for p in method.own.values():
             p += torch.randn(p.shape, generator=generator, dtype=p.dtype) * 2 * p.shape[-1] ** -0.5
-        method.own["prior"].copy_(
-            torch.randn(method.width, generator=torch.Generator().manual_seed(6))
-        )
+        if method.settings.select_tokens:
+            method.own["prior"].copy_(
+                torch.randn(method.width, generator=torch.Generator().manual_seed(6))
+            )
 
 
 def in_double(name: str = "toast", **settings: Any) -> Any:
@@ -99,12 +100,11 @@ def by_hand(method: Any, pictures: Tensor) -> Tensor:
         return [*block_outputs, model.norm(x)]
 
     seen = run({})[-1 if top == len(model.blocks) else top]
-    cosine = F.cosine_similarity(seen, parameters_by_name["prior"].expand_as(seen), dim=-1)
-    r = (
-        seen
-        * cosine.clamp(0, 1)[..., None]
-        @ parameters_by_name.get("transform", torch.eye(32, dtype=seen.dtype))
-    )
+    selected = seen
+    if s.select_tokens:
+        cosine = F.cosine_similarity(seen, parameters_by_name["prior"].expand_as(seen), dim=-1)
+        selected = seen * cosine.clamp(0, 1)[..., None]
+    r = selected @ parameters_by_name.get("transform", torch.eye(32, dtype=seen.dtype))
     fed_back = {}
     for layer in reversed(range(top - s.feedback_to)):
         w1, w2 = (w[layer] for w in layers_of(method))
@@ -149,6 +149,7 @@ def test_toast_mask_depends_on_direction_of_prior() -> None:
         *({"feedback_to": to, "feedback_from": top} for to, top in RANGES),
         {"td_value_bias": True},
         {"train_P": False},
+        {"select_tokens": False},
         {"td_value_bias": True, "feedback_to": 1, "feedback_from": 3},
     ],
     ids=str,
@@ -481,7 +482,9 @@ def test_first_pass_is_repeated_if_it_does_not_fit(
     [
         ("toast", {}, "train", {"w1", "w2", "prior", "transform"}),
         ("toast", {"train_P": False}, "train", {"w1", "w2", "prior"}),
+        ("toast", {"select_tokens": False}, "train", {"w1", "w2", "transform"}),
         ("toast", {}, "pretune", {"w1", "w2", "prior"}),
+        ("toast", {"select_tokens": False}, "pretune", {"w1", "w2"}),
         ("toast_lite", {}, "train", {"w1_down", "w1_up", "w2_down", "w2_up", "prior", "transform"}),
         (
             "toast_lite",
@@ -500,7 +503,8 @@ def test_what_is_trained(name: str, settings: dict[str, Any], step: str, names: 
         "heads.layers.0.weight",
         "heads.layers.0.bias",
     } | names
-    assert {g["name"] for g in groups if not g["weight_decay"]} == {"head.bias", "prior"}
+    without_decay = {g["name"] for g in groups if not g["weight_decay"]}
+    assert without_decay == {"head.bias", "prior"} & {g["name"] for g in groups}
 
 
 def test_the_shares_of_a_vit_b() -> None:

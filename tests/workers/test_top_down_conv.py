@@ -86,12 +86,15 @@ def by_hand(method: Any, pictures: Tensor) -> Tensor:
         normed = F.layer_norm(
             seen.movedim(1, -1), seen.shape[1:2], norm.weight, norm.bias, norm.eps
         ).movedim(-1, 1)
-    cosine = F.cosine_similarity(
-        normed, parameters_by_name["prior"][None, :, None, None].expand_as(normed), dim=1
-    )
+    selected = seen
+    if s.select_tokens:
+        cosine = F.cosine_similarity(
+            normed, parameters_by_name["prior"][None, :, None, None].expand_as(normed), dim=1
+        )
+        selected = seen * cosine.clamp(0, 1)[:, None]
     r = torch.einsum(
         "bchw,cd->bdhw",
-        seen * cosine.clamp(0, 1)[:, None],
+        selected,
         parameters_by_name.get("transform", torch.eye(seen.shape[1], dtype=seen.dtype)),
     )
     fed_back, layers = {}, layers_of(method)
@@ -166,6 +169,7 @@ def test_a_feedback_layer_is_a_transposed_convolution(kernel: int) -> None:
         ],
         *[(name, {}, options) for name in BOTH for options in FORMS[1:]],
         ("toast", {"train_P": False}, {}),
+        ("toast", {"select_tokens": False}, {}),
         ("toast_lite", {"alpha": 2.0, "rank": 3}, {}),
     ],
     ids=str,

@@ -20,7 +20,7 @@ from typing_extensions import TypeVar
 from workers.data.batch import Batch
 from workers.data.feed import Feed
 from workers.errors import UserError
-from workers.job import ActiveIf, Task
+from workers.job import ActiveIf, Neutral, Task
 from workers.methods.base import (
     BLOCK_VITS,
     Method,
@@ -52,6 +52,11 @@ class ToastSettings(MethodSettings):
         0,
         description="number of blocks (ConvNeXt: stages) at the input that get no feedback; "
         "above 0: late feedback",
+    )
+    select_tokens: Annotated[bool, Neutral(True)] = Field(
+        True,
+        description="whether output tokens are weighted by their similarity to xi before they are "
+        "fed back; false: all tokens are fed back as they are, and there is no xi",
     )
     train_P: bool = Field(
         True,
@@ -211,7 +216,7 @@ class Toast(Method[S]):
         self.step = context.step
         device = self.device
         self.start = {name: t.to(device) for name, t in self.start.items()}
-        if "prior" not in self.start:
+        if self.settings.select_tokens and "prior" not in self.start:
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "toast"))
             self.start["prior"] = self.top_down.prior(generator)
         if context.step == "pretune":
@@ -272,8 +277,8 @@ class Toast(Method[S]):
         copies = {name: p.detach().clone() for name, p in self.own.items()}
         if self.step == "pretune":
             return self.state(), Carried({**self.start, **copies})
-        prior = copies.pop("prior")
-        return self.state(tokens={"prior": prior}, copies=copies), Carried()
+        tokens = {"prior": copies.pop("prior")} if self.settings.select_tokens else {}
+        return self.state(tokens=tokens, copies=copies), Carried()
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:
@@ -310,10 +315,10 @@ class Toast(Method[S]):
         """
         device = self.device
         tensors = {name: t.to(device) for name, t in {**self.start, **task_tensors}.items()}
-        return {
-            "prior": tensors["prior"],
-            **self.top_down.folded(self.layers(tensors), tensors.get("transform")),
-        }
+        folded = self.top_down.folded(self.layers(tensors), tensors.get("transform"))
+        if self.settings.select_tokens:
+            folded["prior"] = tensors["prior"]
+        return folded
 
     def layers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the feedback layers, each with a matrix in its last two axes."""
@@ -401,7 +406,7 @@ class ToastLite(Toast[ToastLiteSettings]):
     def beginning(self, task: Task) -> dict[str, Tensor]:
         """Return the initial values: A is uniform in +-1/sqrt(in), B is zero."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "toast_lite", task.name))
-        tensors = {"prior": self.start["prior"]}
+        tensors = {name: t for name, t in self.start.items() if name == "prior"}
         for name, shape in self.shapes().items():
             if name.endswith("up"):
                 tensors[name] = torch.zeros(shape)

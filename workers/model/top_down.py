@@ -223,11 +223,13 @@ class TopDown:
         Args:
             entered: Tokens before the first steered block.
             seen: Source tokens of the feedback.
-            feedback: `prior` xi, and the result of `folded`.
+            feedback: The result of `folded`, and `prior` xi; without it all tokens are fed back.
             stream: If given, the tokens before the first steered block and after each steered block
                 are appended.
         """
-        selected = select_tokens(seen, feedback["prior"])  # (B, N, D)
+        selected = seen  # (B, N, D)
+        if "prior" in feedback:
+            selected = select_tokens(seen, feedback["prior"])
         added = F.linear(selected, feedback["matrix"], feedback.get("bias"))  # (B, N, S A)
         x = entered
         if stream is None:

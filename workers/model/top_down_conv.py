@@ -178,13 +178,15 @@ class StageTopDown:
         Args:
             first_input: Input map of the first steered stage.
             last_map: Output map z of the last steered stage.
-            feedback: `prior` xi, and the result of `folded`.
+            feedback: The result of `folded`, and `prior` xi; without it all positions are fed back.
             stage_maps: If given, the input and the output of each steered stage are appended.
         """
         x = first_input
         if stage_maps is None:
             stage_maps = []
-        r = self.select_positions(last_map, feedback["prior"])
+        r = last_map
+        if "prior" in feedback:
+            r = self.select_positions(last_map, feedback["prior"])
         feedback_maps = self.propagate_feedback(r, feedback)
         for stage, feedback_map in zip(self.steered, feedback_maps, strict=True):
             stage_input = x + feedback_map

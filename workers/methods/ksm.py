@@ -100,7 +100,7 @@ class Ksm(ThresholdMasks[KsmSettings]):
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
         columns = {}  # site -> input columns of linear layers
-        for site, weight in weight_sites(backbone).items():
+        for site, weight in weight_sites(backbone, settings.sites).items():
             if weight.ndim == 2:
                 columns[site] = weight.shape[1]
         divisors = [math.gcd(count, settings.group) for count in columns.values()]

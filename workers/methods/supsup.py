@@ -175,6 +175,11 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
                 "start is 'weights' with weights 'signed_constant': in each layer these are all "
                 "of one size; set start=kaiming"
             )
+        if settings.weights == "signed_constant" and settings.sites != "all":
+            raise UserError(
+                f"sites is {settings.sites!r} with weights 'signed_constant', which replaces the "
+                "weights of all layers; set weights=pretrained"
+            )
         decides_density = settings.start == "weights"
         if settings.scores == "topk":
             decides_density = settings.budget is None

@@ -6,18 +6,25 @@ backbone with these. No module is changed, so this works with any timm model.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor, nn
 
 
-def weight_sites(backbone: nn.Module) -> dict[str, Tensor]:
-    """Return the weight of every Linear and Conv2d by module name, in the order of modules.
+def weight_sites(backbone: nn.Module, part: Literal["all", "ffn"] = "all") -> dict[str, Tensor]:
+    """Return the weights of Linear and Conv2d layers by module name, in the order of modules.
 
     Biases, norms, class token and position embedding are not included.
+
+    Args:
+        backbone: The backbone.
+        part: `all` layers, or those in the `ffn` of each block: modules that timm calls `mlp`.
     """
     return {
         name: module.weight
         for name, module in backbone.named_modules()
         if isinstance(module, (nn.Linear, nn.Conv2d))
+        and (part == "all" or "mlp" in name.split("."))
     }
 
 

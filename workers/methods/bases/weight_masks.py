@@ -12,7 +12,7 @@ from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import ActiveIf, DataSettings, TrainSettings, key_inputs
+from workers.job import ActiveIf, DataSettings, Neutral, Task, TrainSettings, key_inputs
 from workers.methods.base import (
     Method,
     MethodSettings,
@@ -33,6 +33,11 @@ class WeightMaskSettings(MethodSettings):
     mask_lr: PositiveFloat = Field(
         1e-3, description="peak learning rate of the real values behind the masks"
     )
+    sites: Annotated[Literal["all", "ffn"], Neutral("all")] = Field(
+        "all",
+        description="which weights have masks: those of `all` linear and convolution layers, or "
+        "those of the `ffn` of each block, as in MEAT",
+    )
 
 
 S = TypeVar("S", bound=WeightMaskSettings, default=Any)
@@ -52,7 +57,7 @@ class WeightMasks(Method[S]):
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
-        self.sites = weight_sites(backbone)
+        self.sites = weight_sites(backbone, settings.sites)
         self.masks: dict[str, nn.Module] = {}  # site -> mask of the task in training
         self.first_masks = ""  # digest of the masks before the first step
         self.copies = Copies(backbone, [])  # of the task in training
@@ -62,6 +67,15 @@ class WeightMasks(Method[S]):
         self.loaded_copies: dict[
             str, dict[str, Tensor]
         ] = {}  # task -> its copies by parameter name
+
+    @classmethod
+    def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+        super().check_backbone(settings, backbone, tasks)
+        if not weight_sites(backbone, settings.sites):
+            raise UserError(
+                f"sites is {settings.sites!r}, and the backbone is a {type(backbone).__name__}, "
+                "whose blocks have no FFN; use sites=all, or a ViT such as vit_tiny_patch16_224"
+            )
 
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         """Return the initial mask of a weight matrix, on the weight's device."""

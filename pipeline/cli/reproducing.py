@@ -7,6 +7,7 @@ import shlex
 
 from pipeline.cli.arguments import AddCommand, add_method_option
 from pipeline.config import invocation
+from workers.errors import UserError
 
 
 def add_commands(add_command: AddCommand) -> None:
@@ -62,6 +63,7 @@ def reproduce(args: argparse.Namespace) -> int:
     from pipeline.app import reproduction  # start-up time: imports torch
     from pipeline.config import paper_tables
 
+    _check_options(args)
     if not args.table:
         names = paper_tables.list_paper_tables()
         for name in names:
@@ -88,6 +90,20 @@ def reproduce(args: argparse.Namespace) -> int:
     for path in reproduction.write_files(result):
         print(f"{'picture' if path.endswith('.png') else 'table'}: {path}")
     return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise UserError for options that would have no effect."""
+    if not args.table and (args.scale or args.plan or args.record or args.overrides):
+        raise UserError(
+            "reproduce got options and no table; name one, as in: reproduce meat-table-1 --scale "
+            "small; `reproduce` alone lists them"
+        )
+    if not args.scale and (args.plan or args.record):
+        option = "--plan" if args.plan else "--record"
+        raise UserError(f"{option} needs --scale paper, real or small")
+    if args.plan and args.record:
+        raise UserError("--plan runs nothing, so there is nothing for --record; leave one out")
 
 
 def measure(args: argparse.Namespace) -> int:

@@ -253,5 +253,10 @@ def test_an_unknown_table_or_scale(table_file: Path, capsys: pytest.CaptureFixtu
     assert "meat-table-1" in capsys.readouterr().err
     assert cli.main(["reproduce", str(table_file), "--scale", "small"]) == 2
     assert "it has paper" in capsys.readouterr().err
+    for wrong in (["--scale", "small"], ["t.yaml", "--plan"], ["t.yaml", "--record"]):
+        assert cli.main(["reproduce", *wrong]) == 2
+    both = ["reproduce", str(table_file), "--scale", "paper", "--plan", "--record"]
+    assert cli.main(both) == 2
+    assert "leave one out" in capsys.readouterr().err
     assert cli.main(["reproduce"]) == 0
     assert "dytox-cifar100" in capsys.readouterr().out

@@ -161,6 +161,52 @@ def test_first_task_uses_only_cross_entropy() -> None:
     assert later.loss(batch(ONE, TWO), START)[1]["kd"].item() == pytest.approx(0, abs=1e-7)
 
 
+def test_without_distillation_the_loss_is_the_other_two_terms() -> None:
+    method = begun(ONE, TWO, distillation=False)
+    assert method.before == (None,)
+    loss, terms = method.loss(batch(ONE, TWO), START)
+    assert {*terms} == {"bce", "div"}
+    assert loss.item() == pytest.approx((terms["bce"] + 0.1 * terms["div"]).item(), abs=1e-6)
+    with_it = begun(ONE, TWO).loss(batch(ONE, TWO), START)[1]
+    assert {name: terms[name].item() for name in terms} == pytest.approx(
+        {name: with_it[name].item() for name in terms}, abs=1e-7
+    )
+
+
+def test_all_tasks_can_share_the_first_token() -> None:
+    """The heads then classify one embedding."""
+    method = begun(ONE, TWO, THREE, expand_tokens=False).eval()
+    heads = [method.heads[task.name] for task in (ONE, TWO, THREE)]
+    encoded = method.backbone.forward_features(images())
+    patches = encoded[:, method.backbone.num_prefix_tokens :]
+    e = method.decoder(heads[0].token[None], patches)[:, 0]
+    expected = torch.cat([head(e) for head in heads], 1)
+    assert torch.allclose(method.logits(images(), None), expected, atol=1e-6)
+    assert method.features(images()).shape == (6, 32)
+
+
+@pytest.mark.parametrize("step", ["train", "finetune"])
+def test_a_shared_token_is_trained_with_every_task(step: str) -> None:
+    moved = stepped(begun(ONE, TWO, step=step, expand_tokens=False), ONE, TWO)
+    assert moved["heads.layers.0.token"]
+    assert not moved["heads.layers.1.token"]
+    assert moved["heads.layers.1.weight"]
+    assert moved["heads.layers.0.weight"] == (step == "finetune")
+
+
+def test_a_shared_token_is_stored_once(lab: Lab) -> None:
+    settings = {"memory": 20, "expand_tokens": False}
+    run = lab.run_of("dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": settings})
+    run.evaluated(1)
+    first, second = (run.state(task) for task in (0, 1))
+    assert set(first.tokens) == {"token"}
+    assert not second.tokens
+    served = run.served(1)
+    logits = served.logits(run.images(1), None)
+    assert logits.shape[1] == sum(task.num_classes for task in served.stream)
+    assert torch.isfinite(logits).all()
+
+
 # ---- what learns ---------------------------------------------------------------------------------
 def test_training_moves_the_network_and_the_new_token_and_no_older_one() -> None:
     method = begun(ONE, TWO)

@@ -8,7 +8,7 @@ eXpansion, CVPR 2022.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import Task
+from workers.job import Neutral, Task
 from workers.methods.base import BLOCK_VITS, ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.finetune import collect_tensors, weight_groups
@@ -51,6 +51,16 @@ class DyToxSettings(RehearsalSettings):
     tau: PositiveFloat = Field(
         1.0,
         description="temperature of the softmax of student and teacher in the distillation loss",
+    )
+    distillation: Annotated[bool, Neutral(True)] = Field(
+        True,
+        description="whether the network before the task is distilled; false: L is BCE and the "
+        "divergence loss, as in the paper's ablation",
+    )
+    expand_tokens: Annotated[bool, Neutral(True)] = Field(
+        True,
+        description="whether each task has its own token; false: all tasks share the token of the "
+        "first one, as in the paper's ablation, and differ in their heads",
     )
     drop_path: float = Field(
         0.1,
@@ -122,8 +132,8 @@ class DyTox(Rehearsal[DyToxSettings]):
     # Whether the encoder is frozen and in evaluation mode, as in `finetune`.
     encoder_rests = False
     Settings = DyToxSettings
-    per_task = Rehearsal.per_task | {"divergence", "tau", "drop_path", "rho"}
-    later_settings = frozenset({"divergence", "tau"})
+    per_task = Rehearsal.per_task | {"divergence", "tau", "distillation", "drop_path", "rho"}
+    later_settings = frozenset({"divergence", "tau", "distillation", "expand_tokens"})
     heads: TokenHeads
 
     @classmethod
@@ -166,7 +176,7 @@ class DyTox(Rehearsal[DyToxSettings]):
                         nn.init.zeros_(module.bias)
         self.heads = TokenHeads(self.heads.width)
         # In step `train`, from the second task on: (the network before the task,), a tuple so that
-        # it is not a submodule.
+        # it is not a submodule; (None,) without distillation.
         self.before: Any = None
         self.auxiliary: TokenHead | None = None
 
@@ -179,8 +189,8 @@ class DyTox(Rehearsal[DyToxSettings]):
 
         The tasks are in the order of `class_slices`.
         """
-        heads = [self.heads[name] for name in self.class_slices()]
-        return TokenNetwork(self.backbone, self.decoder, heads)  # type: ignore[arg-type]
+        heads: Any = [self.heads[name] for name in self.class_slices()]
+        return TokenNetwork(self.backbone, self.decoder, heads, not self.settings.expand_tokens)
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -188,14 +198,17 @@ class DyTox(Rehearsal[DyToxSettings]):
             self.load_carried(context.carried)
         old = [name for name in self.class_slices() if name != context.task.name]
         if context.step == "train" and old:
-            self.before = (copy_frozen(self.network()),)
+            is_taught = self.settings.distillation
+            self.before = (copy_frozen(self.network()) if is_taught else None,)
         # The parameter groups of `super` are replaced by those of `list_trained_modules`.
         super().begin(context)
-        self.decoder.expect(len(self.class_slices()))
+        self.decoder.expect(len(self.class_slices()) if self.settings.expand_tokens else 1)
         self.encoder_rests = context.step == "finetune"
         groups: list[ParamGroup] = []
         for module in self.list_trained_modules(context.task):
             groups += weight_groups(module, context.optim)
+        if not self.settings.expand_tokens:
+            groups = self.share_token(groups)
         if self.before:
             self.auxiliary = self.create_auxiliary(context.task)
             # The auxiliary head is applied to the task's token, so its own token is not trained.
@@ -203,6 +216,17 @@ class DyTox(Rehearsal[DyToxSettings]):
                 params = [p for p in group["params"] if p is not self.auxiliary.token]
                 groups.append({**group, "params": params})
         return groups
+
+    def share_token(self, groups: list[ParamGroup]) -> list[ParamGroup]:
+        """Return groups in which the first task's token is the only one that is trained."""
+        heads: Any = [self.heads[name] for name in self.class_slices()]
+        tokens = {id(head.token) for head in heads}
+        shared = []
+        for group in groups:
+            params = [p for p in group["params"] if id(p) not in tokens]
+            shared.append({**group, "params": params})
+        shared.append({"name": "token", "params": [heads[0].token], "weight_decay": 0.0})
+        return shared
 
     def list_trained_modules(self, task: Task) -> list[nn.Module]:
         """Return the modules that this step trains, without the auxiliary head."""
@@ -244,12 +268,16 @@ class DyTox(Rehearsal[DyToxSettings]):
         if not self.before:
             return clf, {"bce": clf.detach()}
         assert self.auxiliary is not None
-        with torch.no_grad():
-            teacher_logits = self.before[0](batch.images)
-        num_old_classes = teacher_logits.shape[1]
-        kd = kd_kl(z[:, :num_old_classes], teacher_logits, self.settings.tau)
+        assert self.task is not None
+        num_old_classes = self.class_slices()[self.task.name].start
         auxiliary = self.auxiliary(e[:, -self.heads.width :]).float()
         div = F.binary_cross_entropy_with_logits(auxiliary, sum_old_targets(y, num_old_classes))
+        if not self.settings.distillation:
+            loss = clf + self.settings.divergence * div
+            return loss, {"bce": clf.detach(), "div": div.detach()}
+        with torch.no_grad():
+            teacher_logits = self.before[0](batch.images)
+        kd = kd_kl(z[:, :num_old_classes], teacher_logits, self.settings.tau)
         a = self.old_share
         loss = (1 - a) * clf + a * kd + self.settings.divergence * div
         return loss, {"bce": clf.detach(), "kd": kd.detach(), "div": div.detach()}
@@ -257,7 +285,9 @@ class DyTox(Rehearsal[DyToxSettings]):
     # ---- state -----------------------------------------------------------------------------------
     def state(self, **parts: Any) -> TaskState:
         state = super().state(**parts)
-        state.tokens["token"] = state.head.pop("token")
+        token = state.head.pop("token")
+        if self.settings.expand_tokens or state.task == next(iter(self.class_slices())):
+            state.tokens["token"] = token
         return state
 
     def finish(self) -> tuple[TaskState, Carried]:
@@ -280,12 +310,13 @@ class DyTox(Rehearsal[DyToxSettings]):
 
     def load_task(self, state: TaskState) -> None:
         """Load the task's head together with its token, which a state stores separately."""
+        tokens = state.tokens or {"token": torch.zeros(self.heads.width)}  # of a shared token
         whole_head = TaskState(
             state.task,
             state.classes,
             state.method,
             state.backbone_digest,
-            head=state.head | state.tokens,
+            head=state.head | tokens,
             meta=state.meta,
         )
         super().load_task(whole_head)

@@ -135,19 +135,33 @@ class TokenNetwork(nn.Module):
     """A network for some tasks: images (b, 3, H, W) -> logits of the classes of all these tasks.
 
     It consists of the encoder, the task attention, and a `TokenHead` for each task.
+
+    Args:
+        encoder: The encoder.
+        attention: The task attention.
+        heads: The tokens and classifiers, in order of tasks.
+        shares_token: Use the first token for all tasks.
     """
 
-    def __init__(self, encoder: Any, attention: TaskAttention, heads: list[TokenHead]):
+    def __init__(
+        self,
+        encoder: Any,
+        attention: TaskAttention,
+        heads: list[TokenHead],
+        shares_token: bool = False,
+    ):
         super().__init__()
+        self.shares_token = shares_token
         self.encoder = encoder
         self.attention = attention
         self.heads = nn.ModuleList(heads)
 
     def embeddings(self, images: Tensor) -> Tensor:
-        """Return the embeddings (b, tasks, D) of images (b, 3, H, W)."""
+        """Return the embeddings (b, tasks, D) of images (b, 3, H, W), or (b, 1, D)."""
         encoded = self.encoder.forward_features(images)  # (b, prefix + N, D)
         patches = encoded[:, self.encoder.num_prefix_tokens :]
-        tokens = torch.stack([head.token for head in self.each()])  # (tasks, D)
+        heads = self.each()[:1] if self.shares_token else self.each()
+        tokens = torch.stack([head.token for head in heads])  # (tasks, D)
         embeddings: Tensor = self.attention(tokens, patches)
         return embeddings
 
@@ -156,7 +170,7 @@ class TokenNetwork(nn.Module):
         return [*self.heads]
 
     def logits(self, e: Tensor) -> Tensor:
-        """Return the logits (b, classes of all tasks) of embeddings (b, tasks, D).
+        """Return the logits (b, classes of all tasks) of embeddings (b, tasks or 1, D).
 
         The layer norms of all tasks are computed with one normalisation, and the classifiers of all
         tasks with one matrix product, padded to the largest number of classes.

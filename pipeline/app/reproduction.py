@@ -292,7 +292,7 @@ def format_reproduction(result: Reproduction) -> str:
         f"scale {result.scale}: {table.scales[result.scale].about}\n{format_values(result)}",
     ]
     if result.scale != "paper":
-        same, pairs = count_orders(_mean_cells(result))
+        same, pairs = count_mean_orders(result)
         if pairs:
             parts.append(
                 f"{same} of {pairs} pairs of rows, by their means, are in the order of the paper"
@@ -303,15 +303,39 @@ def format_reproduction(result: Reproduction) -> str:
     return "\n\n".join(parts)
 
 
-def _mean_cells(result: Reproduction) -> list[Cell]:
-    """Return a cell for each row, with the means of all our values and of all of the paper's."""
-    cells = []
-    for name, row in result.table.rows.items():
-        values = [cell.value for cell in result.cells if cell.row == name]
-        paper = [value for columns in row.paper.values() for value in columns.values()]
-        mean = statistics.fmean(paper) if paper else math.nan
-        cells.append(Cell("", name, "", statistics.fmean(values), mean))
-    return cells
+def count_mean_orders(result: Reproduction) -> tuple[int, int]:
+    """Compare the order of the rows, by the means of all our values, with the paper's.
+
+    The paper's means of two rows are over the cells that it has for both.
+
+    Returns:
+        See `count_orders`.
+    """
+    same = pairs = 0
+    for one, two in itertools.combinations(result.table.rows, 2):
+        papers = [
+            {
+                (part, column): value
+                for part, columns in result.table.rows[name].paper.items()
+                for column, value in columns.items()
+            }
+            for name in (one, two)
+        ]
+        common = papers[0].keys() & papers[1].keys()
+        if common:
+            cells = [
+                Cell(
+                    "",
+                    name,
+                    "",
+                    statistics.fmean(cell.value for cell in result.cells if cell.row == name),
+                    statistics.fmean(paper[key] for key in common),
+                )
+                for name, paper in zip((one, two), papers, strict=True)
+            ]
+            counted = count_orders(cells)
+            same, pairs = same + counted[0], pairs + counted[1]
+    return same, pairs
 
 
 def format_values(result: Reproduction) -> str:

@@ -13,10 +13,11 @@ import yaml
 import pipeline
 from pipeline import cli
 from pipeline.app import reproduction
-from pipeline.app.reproduction import Cell, count_orders
+from pipeline.app.reproduction import Cell, Reproduction, count_mean_orders, count_orders
 from pipeline.config import settings
 from pipeline.config.paper_tables import (
     TASK,
+    PaperTable,
     find_paper_table,
     list_paper_tables,
     list_runs,
@@ -168,6 +169,25 @@ def test_the_order_of_rows_is_compared_column_by_column() -> None:
     # x: a < b and a < c agree, c < b does not; y: a < b does not, and c is unknown
     assert count_orders(cells) == (2, 4)
     assert count_orders([cell("a", "x", 1, 7), cell("b", "x", 2, 7)]) == (0, 0)
+
+
+def test_rows_are_compared_where_the_paper_has_both() -> None:
+    """Row `c` has a value in the easy part only, which must not put it before the others."""
+    rows = {
+        "a": {"method": "a", "paper": {"easy": {"x": 90.0}, "hard": {"x": 10.0}}},
+        "b": {"method": "b", "paper": {"easy": {"x": 80.0}, "hard": {"x": 30.0}}},
+        "c": {"method": "c", "paper": {"easy": {"x": 70.0}}},
+    }
+    scale = {"about": "", "runs": {"all": {"config": "c"}}, "columns": {"y": "average_accuracy"}}
+    table = PaperTable.model_validate(
+        {"title": "", "source": "", "rows": rows, "scales": {"small": scale}}
+    )
+    cells = [
+        Cell("", row, "y", value, math.nan) for row, value in (("a", 2.0), ("b", 3.0), ("c", 1.0))
+    ]
+    result = Reproduction("t", "small", table, cells, "")
+    # a and b by both parts (50 < 55), a and c by the easy one, b and c too
+    assert count_mean_orders(result) == (3, 3)
 
 
 def test_a_plan_needs_no_data(table_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

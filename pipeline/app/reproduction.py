@@ -154,6 +154,8 @@ def reproduce(
         measuring.check_checkout()
     _, runs = _list_runs(name, scale)
     table, prepared = prepare_table(name, scale, overrides, to_run=True)
+    # a wrong column or method is an error before the training
+    collect_values(name, scale, table, {key: read_run_tables(run) for key, run in prepared.items()})
     results: dict[TableKey, Mapping[str, RunTables]] = {}
     for key, prepared_run in prepared.items():
         result = app.execute(prepared_run, open_screen, command, command)
@@ -396,10 +398,7 @@ def describe_plan(name: str, scale: Scale, overrides: Sequence[str] = ()) -> str
     missing: dict[str, str] = {}
     texts = [f"{table.title}, scale {scale}"]
     with tempfile.TemporaryDirectory(prefix="accrete-plan-") as folder:
-        for run in runs:
-            config, changes = _replace_missing(run, overrides, missing, folder)
-            prepared = app.prepare(config, changes, with_jobs=True, allow_replicas=True)
-            texts.append(_describe_cost(prepared))
+        texts += [_describe_cost(_prepare_plan(run, overrides, missing, folder)) for run in runs]
     if missing:
         program = invocation.this_command()
         texts.append(
@@ -421,28 +420,34 @@ def _describe_cost(prepared: PreparedRun) -> str:
     )
 
 
-def _replace_missing(
+def _prepare_plan(
     run: PartRun, overrides: Sequence[str], missing: dict[str, str], folder: str
-) -> tuple[str, list[str]]:
-    """Return the config and overrides of a run, with placeholders for data that are missing.
+) -> PreparedRun:
+    """Prepare a run for a forecast, with placeholders for missing data.
+
+    Data in the storage, or at a source that answers, need no placeholder.
 
     Args:
         run: The run.
         overrides: Overrides of all runs.
-        missing: Card whose data are missing -> placeholder. Cards are added.
-        folder: Temporary folder for placeholders, and for the storage of a run that needs one.
+        missing: Card of missing data -> placeholder. Cards are added.
+        folder: Temporary folder for placeholders, and for the storage of a run with one.
     """
     config = os.path.relpath(run.config)
     texts = [*run.overrides, *overrides]
     tasks = configs.load(config, texts).stream.tasks
-    replaced = []
+    if not any(task.card in missing for task in tasks):
+        try:
+            return app.prepare(config, texts, with_jobs=True, allow_replicas=True)
+        except UserError:
+            if not any(placeholders.is_missing(task.card) for task in tasks):
+                raise
     for index, task in enumerate(tasks):
         if placeholders.is_missing(task.card):
             if task.card not in missing:
                 place = Path(folder, f"card-{len(missing)}")
                 missing[task.card] = str(placeholders.write_placeholder(task.card, place))
-            replaced.append(format_override(f"stream.tasks.{index}.card", missing[task.card]))
-    if replaced:  # weights do not change the cost, and may be missing too
-        storage = format_override("storage", str(Path(folder, "storage")))
-        texts += [*replaced, "backbone.weights=none", storage]
-    return config, texts
+            texts.append(format_override(f"stream.tasks.{index}.card", missing[task.card]))
+    # weights do not change the cost, and may be missing too
+    texts += ["backbone.weights=none", format_override("storage", str(Path(folder, "storage")))]
+    return app.prepare(config, texts, with_jobs=True, allow_replicas=True)

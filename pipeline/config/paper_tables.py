@@ -21,6 +21,7 @@ from workers.job import Frozen
 
 PAPERS = CONFIGS / "papers"
 Scale = Literal["paper", "real", "small"]
+MAX_ENTRIES = 100  # of rows, columns, parts and runs in a file
 TASK = "task:"  # prefix of the value of a column with the accuracy on one task
 
 
@@ -38,15 +39,17 @@ class TableScale(Frozen):
     """The runs and columns of a table at one scale."""
 
     about: str = Field(description="what is computed, and the data that it needs")
-    runs: dict[Name, TableRun] = Field(min_length=1, description="by name")
+    runs: dict[Name, TableRun] = Field(min_length=1, max_length=MAX_ENTRIES, description="by name")
     columns: dict[str, str] = Field(
         min_length=1,
+        max_length=MAX_ENTRIES,
         description="heading -> name of a metric, or `task:NAME` for the accuracy on a task after "
         "the last one",
     )
     parts: dict[str, tuple[str, ...]] = Field(
         {"": ()},
         min_length=1,
+        max_length=MAX_ENTRIES,
         description="title -> overrides; each part has all rows and columns, such as a table for "
         "each of several backbones",
     )
@@ -83,7 +86,7 @@ class PaperTable(Frozen):
     title: str
     source: str = Field(description="authors, title, year")
     differs: str = Field("", description="how the computation differs from the paper's")
-    rows: dict[str, TableRow] = Field(min_length=1)
+    rows: dict[str, TableRow] = Field(min_length=1, max_length=MAX_ENTRIES)
     scales: dict[Scale, TableScale] = Field(min_length=1)
 
 
@@ -154,11 +157,14 @@ def _find_problems(table: PaperTable) -> Iterator[str]:
                     f"one in rows.{name}.run: {', '.join(scale.runs)}"
                 )
         if row.minus and (row.minus not in table.rows or table.rows[row.minus].minus):
-            yield f"rows.{name}.minus is {row.minus!r}, which is no row with values of its own"
+            yield (
+                f"rows.{name}.minus is {row.minus!r}, which is not a row, or subtracts another row "
+                "itself"
+            )
         known = table.scales.get("paper")
         for part, columns in row.paper.items():
             if known is None or part not in known.parts:
-                yield f"rows.{name}.paper has {part!r}, which is no part of scale `paper`"
+                yield f"rows.{name}.paper has {part!r}, which is not a part of scale `paper`"
             elif columns.keys() - known.columns.keys():
                 wrong = sorted(columns.keys() - known.columns.keys())
                 yield f"rows.{name}.paper.{part} has no column of scale `paper`: {', '.join(wrong)}"
@@ -171,16 +177,24 @@ def list_runs(file: Path, table: PaperTable, scale_name: Scale) -> list[PartRun]
         file: File of the table. The names of its runs begin with its name.
         table: The table.
         scale_name: One of its scales.
+
+    Raises:
+        UserError: If two runs would have the same name.
     """
     scale = table.scales[scale_name]
     runs = []
     for (part, overrides), (name, run) in itertools.product(
         scale.parts.items(), scale.runs.items()
     ):
-        words = [file.stem, scale_name, re.sub("[^a-z0-9]+", "-", part.lower()).strip("-")]
-        if len(scale.runs) > 1:
-            words.append(name)
+        words = [file.stem, scale_name, part, name if len(scale.runs) > 1 else ""]
+        words = [re.sub("[^a-z0-9]+", "-", word.lower()).strip("-") for word in words]
         texts = [format_override("methods", [*run.methods])] if run.methods else []
         texts += [*run.set, *overrides, f"name={'-'.join(filter(None, words))}"]
         runs.append(PartRun(part, name, file.parent / run.config, texts))
+    names = [run.overrides[-1] for run in runs]
+    if len(set(names)) < len(names):
+        raise UserError(
+            f"{file}: scales.{scale_name} has parts or runs with the same name but for capitals "
+            "and punctuation; rename one"
+        )
     return runs

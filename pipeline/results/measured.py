@@ -38,7 +38,7 @@ Revisions = Mapping[str, tuple[str, int]]
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured of one method of one run.
+    """The measured values of one method of one run.
 
     Attributes:
         config: Path of the config from `configs`, without `.yaml`.
@@ -52,7 +52,8 @@ class Measurement:
         commit: Git commit of the code.
         date: Day of the last stage.
         device: Device that trained.
-        cpu_seconds: CPU time of all stages: that of rank 0, times the number of ranks.
+        cpu_seconds: CPU time of the method's own stages: that of rank 0, times the number of
+            ranks. Stages that methods share, such as features, are left out.
         bytes_per_task: Average size of the state of a task in bytes.
         carried_bytes: Size of the state that is carried to a next task, in bytes.
         growth: All stored bytes divided by those of the backbone.
@@ -82,7 +83,7 @@ class Measurement:
 
     @property
     def key(self) -> tuple[str, str, str, str, int]:
-        """What is measured; a newer measurement with the same key replaces an older one."""
+        """Identity of the measurement. A newer one with the same key replaces an older one."""
         return self.config, self.overrides, self.label, self.replica, self.seed
 
     @property
@@ -127,7 +128,7 @@ def make_measurements(
         UserError: If a stage of the run is not finished.
     """
     measurements = []
-    for row in tables.summary():
+    for row in tables.summary(with_classes=False):
         label = str(row["label"])
         matrix = tables.matrix(label)
         if matrix.finished < len(matrix.tasks):
@@ -266,7 +267,7 @@ def _describe_methods(measurements: Sequence[Measurement], current: Revisions) -
 # ---- tables of documents -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class TableSpec:
-    """Which measurements a table of a document shows, and how.
+    """Selection of measurements and columns for a table of a document.
 
     Attributes:
         config: See `Measurement`.

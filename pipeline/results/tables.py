@@ -148,6 +148,7 @@ class RunTables:
     artifacts: dict[str, Artifact]
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    _classes: dict[str, list[Row]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def load(
@@ -511,14 +512,17 @@ class RunTables:
         sizes = self.sizes(label)
         return sum_budget(manifests, len(trained), sizes[-1]["total"] if sizes else math.nan)
 
-    def summary(self) -> list[Row]:
+    def summary(self, with_classes: bool = True) -> list[Row]:
         """Return one row per method: metrics after its last finished task, sizes, and cost.
 
         The column `answers` tells whether logits changed, see `logits_verdict`.
-        """
-        return [self.summary_row(label) for label in self.labels]
 
-    def summary_row(self, label: str) -> Row:
+        Args:
+            with_classes: Add `balanced_accuracy`, which reads the predictions of all tasks.
+        """
+        return [self.summary_row(label, with_classes) for label in self.labels]
+
+    def summary_row(self, label: str, with_classes: bool = True) -> Row:
         """Return the row of `summary` for one method."""
         matrix = self.matrix(label)
         sizes = self.sizes(label)
@@ -545,17 +549,17 @@ class RunTables:
             "flops_share": _average_known([row["flops_share"] for row in task_sizes]),
             "answers": self.logits_verdict(label),
             "wall_s": wall_s,
-            **self._further_metrics(label, matrix),
+            **self._further_metrics(label, matrix, with_classes),
         }
 
-    def _further_metrics(self, label: str, matrix: Matrix) -> dict[str, float]:
+    def _further_metrics(self, label: str, matrix: Matrix, with_classes: bool) -> dict[str, float]:
         """Return the metrics that do not follow from the accuracy matrix of the method alone.
 
         A metric is left out if what it needs was not measured.
         """
         values = {}
         by_class: dict[tuple[str, str], list[Row]] = {}
-        for row in self.class_rows(label):
+        for row in self.class_rows(label) if with_classes else ():
             task = "" if self.scenario == "domain" else row["task"]
             by_class.setdefault((task, row["class"]), []).append(row)
         if by_class:
@@ -584,9 +588,15 @@ class RunTables:
     def class_rows(self, label: str) -> list[Row]:
         """Return a row for each class of each task: correct predictions and test images at the end.
 
-        The state is that after the last finished task. Tasks whose predictions cannot be read are
-        left out.
+        They are counted after the last finished task. Tasks whose predictions cannot be read are
+        left out. The predictions are read once.
         """
+        if label not in self._classes:
+            self._classes[label] = self._read_classes(label)
+        return self._classes[label]
+
+    def _read_classes(self, label: str) -> list[Row]:
+        """Read the predictions of a method, and return the rows of `class_rows`."""
         finished = [name for name in self.tasks(label) if self.result(label, name) is not None]
         if not finished:
             return []

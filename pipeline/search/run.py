@@ -397,6 +397,6 @@ def evaluate_winner(
     run = PreparedRun(config, store, graph, tasks)
     result = app.execute(run, screen.open_console, resume_command, resume_command)
     screen.say(summary(result.tables, result.outcome, result.report.lines))
-    row = result.tables.summary()[0]
+    row = result.tables.summary(with_classes=False)[0]
     measured = {metric.name: row[metric.name] for metric in metrics_for("search_tests")}
     return cast(SeedTest, {"seed": seed, "run": name, **measured})

@@ -357,7 +357,7 @@ def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
     metrics = metrics_for("console")
     heading = ["method", *(metric.plain_heading or metric.title for metric in metrics)]
     rows = []
-    for row in tables.summary():
+    for row in tables.summary(with_classes=False):
         cells = [_format_metric(row.get(metric.name), metric.unit) for metric in metrics]
         rows.append([row["label"], *cells])
     lines += ["", table_text(heading, rows)]

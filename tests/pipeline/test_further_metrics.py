@@ -12,6 +12,7 @@ import pytest
 
 import pipeline
 from pipeline.config.settings import check
+from pipeline.results.tables import RunTables
 from tests import small_run
 from workers.errors import UserError
 
@@ -76,6 +77,29 @@ def test_balanced_accuracy_and_intransigence(tmp_path: Path, scenario: str) -> N
     assert set(classes["class"]) == ({*"234"} if scenario == "domain" else {*"23456"})
     few = classes["class"].isin(["2"] if scenario == "domain" else ["2", "4"])
     assert (classes["total"] == np.where(few, 3, 9)).all()
+
+
+def test_predictions_are_read_once_and_only_where_classes_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The summary on the console reads manifests alone: a bucket takes a request for each file."""
+    results = run_domains(tmp_path, "task", ("linear",))
+    (tables,) = results.tables.values()
+    read: list[str] = []
+    original = RunTables.table
+
+    def table(self: RunTables, artifact: Any, name: str) -> Any:
+        read.append(name)
+        return original(self, artifact, name)
+
+    monkeypatch.setattr(RunTables, "table", table)
+    fresh = RunTables(tables.storage, tables.record, tables.artifacts)
+    assert "balanced_accuracy" not in fresh.summary(with_classes=False)[0]
+    assert read == []
+    assert "balanced_accuracy" in fresh.summary()[0]
+    fresh.summary()
+    fresh.class_rows("linear")
+    assert read == ["predictions.parquet"] * 2
 
 
 def test_forward_transfer_is_measured_if_asked_for(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +164,11 @@ def test_the_order_of_rows_is_compared_column_by_column() -> None:
         cell("b", "x", 2, 20),
         cell("c", "x", 3, 15),
         cell("a", "y", 5, 1),
-        cell("b", "y", 4, 2),
+        cell("b", "y", 6, 2),
         cell("c", "y", math.nan, 3),
     ]
-    # x: a < b and a < c agree, c < b does not; y: a < b does not, and c is unknown
-    assert count_orders(cells) == (2, 4)
+    # x: a < b and a < c agree, c < b does not; y: a < b agrees, and c is unknown
+    assert count_orders(cells) == (3, 4)
     assert count_orders([cell("a", "x", 1, 7), cell("b", "x", 2, 7)]) == (0, 0)
 
 
@@ -265,9 +266,31 @@ def test_columns_that_do_not_exist(
         row.pop("paper", None)
     table_file.write_text(yaml.safe_dump(body))
     with pytest.raises(UserError) as error:
-        reproduction.read_table(str(table_file), "paper")
+        pipeline.reproduce(table_file, "paper", quiet=True)
     for word in words:
         assert word in str(error.value)
+    assert not (table_file.parent / "storage" / "stages").exists(), "before anything is trained"
+
+
+def test_two_parts_must_not_become_one_run(table_file: Path) -> None:
+    body = yaml.safe_load(table_file.read_text())
+    body["scales"]["paper"]["parts"]["Here!"] = ["train.epochs=1"]
+    table_file.write_text(yaml.safe_dump(body))
+    with pytest.raises(UserError, match="same name but for capitals"):
+        reproduction.read_table(str(table_file), "paper")
+
+
+def test_a_plan_counts_stored_stages_of_data_that_are_gone(
+    table_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The storage has the shards, so nothing is missing."""
+    pipeline.reproduce(table_file, "paper", quiet=True)
+    shutil.rmtree(table_file.parent / "raw")
+    capsys.readouterr()
+    assert cli.main(["reproduce", str(table_file), "--scale", "paper", "--plan"]) == 0
+    output = capsys.readouterr().out
+    assert "0 to run" in output
+    assert "not on this machine" not in output
 
 
 def test_an_unknown_table_or_scale(table_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -207,6 +207,21 @@ def test_a_shared_token_is_stored_once(lab: Lab) -> None:
     assert torch.isfinite(logits).all()
 
 
+def test_a_state_without_its_token_is_damaged_unless_tokens_are_shared() -> None:
+    method = begun(ONE)
+    state, _ = method.finish()
+    state.tokens.clear()
+    for shared in (False, True):
+        torch.manual_seed(0)
+        served: Any = DyTox(build(SMALL), DyToxSettings(expand_tokens=not shared), 0)
+        served.scenario, served.stream = "class", (ONE,)
+        if shared:
+            served.load_task(state)
+        else:
+            with pytest.raises((KeyError, RuntimeError, UserError), match="token"):
+                served.load_task(state)
+
+
 # ---- what learns ---------------------------------------------------------------------------------
 def test_training_moves_the_network_and_the_new_token_and_no_older_one() -> None:
     method = begun(ONE, TWO)

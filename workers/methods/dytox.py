@@ -310,7 +310,9 @@ class DyTox(Rehearsal[DyToxSettings]):
 
     def load_task(self, state: TaskState) -> None:
         """Load the task's head together with its token, which a state stores separately."""
-        tokens = state.tokens or {"token": torch.zeros(self.heads.width)}  # of a shared token
+        tokens = state.tokens
+        if not tokens and not self.settings.expand_tokens:  # only the first task stores the token
+            tokens = {"token": torch.zeros(self.heads.width)}
         whole_head = TaskState(
             state.task,
             state.classes,

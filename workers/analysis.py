@@ -28,7 +28,7 @@ from workers.model.attention import ClassAttention, record_attention, record_cla
 from workers.model.top_down import TopDown, selection
 
 Row = dict[str, Any]
-HIDDEN = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # occluded shares of the image area
+HIDDEN = (0.0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5)  # occluded shares of the image area
 EPSILONS = (0.0, 1.0, 2.0, 4.0, 8.0)  # strengths of the attack, for pixels in [0, 255]
 
 

@@ -289,19 +289,25 @@ class ContextSettings(Frozen):
     Every kind but `cbs` with its default settings changes the outputs of a pretrained backbone.
     """
 
-    kind: Literal["cb", "cbs", "replace", "parallel", "compensate"] = Field(
+    kind: Literal["cb", "cbs", "se", "replace", "parallel", "compensate"] = Field(
         "cb",
-        description="where uniform attention is added: `cb`: (x + c) / 2 after the MLP; "
-        "`cbs`: own x + Lambda c after the MLP, Lambda learnt; in attention `replace`: the "
+        description="how uniform attention is added, for tokens x with the context c: `cb`: "
+        "(x + c) / 2; `cbs`: own x + Lambda c, Lambda learnt; `se`: squeeze and excitation, "
+        "x sigmoid(W2 relu(W1 c)), for comparison; in attention `replace`: the "
         "first head becomes uniform, `parallel`: a uniform head is added, `compensate`: both",
+    )
+    place: Annotated[Literal["end", "front", "attention", "both"], Neutral("end")] = Field(
+        "end",
+        description="for `cb`, `cbs` and `se`, what is changed: `end`: the output of the MLP; "
+        "`front`: its input; `attention`: the output of attention; `both`: the outputs of both",
     )
     blocks: Literal["all"] | tuple[NonNegativeInt, ...] = Field(
         "all", description="indices, from 0, of the blocks with uniform attention; `[]`: none"
     )
     pool: Literal["mean", "max", "class"] = Field(
         "mean",
-        description="for `cb` and `cbs`, what c is: mean or maximum over tokens, or the class "
-        "token",
+        description="for `cb`, `cbs` and `se`, what c is: mean or maximum over tokens, or the "
+        "class token",
     )
     own: PositiveFloat = Field(
         1.0,
@@ -311,6 +317,9 @@ class ContextSettings(Frozen):
         0.0,
         description="for `cbs`: initial value of Lambda; methods that freeze the backbone "
         "keep it there",
+    )
+    reduction: Annotated[PositiveInt, Neutral(16)] = Field(
+        16, description="for `se`: W1 maps the width D to D / reduction channels"
     )
 
     @field_validator("blocks", mode="before")
@@ -325,7 +334,14 @@ class ContextSettings(Frozen):
 
     @model_validator(mode="after")
     def _check_kind_reads_settings(self) -> ContextSettings:
-        readers = {"pool": ("cb", "cbs"), "own": ("cbs",), "start": ("cbs",)}
+        in_branch = ("cb", "cbs", "se")
+        readers = {
+            "place": in_branch,
+            "pool": in_branch,
+            "own": ("cbs",),
+            "start": ("cbs",),
+            "reduction": ("se",),
+        }
         for name, kinds in readers.items():
             value = getattr(self, name)
             default = type(self).model_fields[name].default

@@ -220,6 +220,8 @@ def _analysis_values(row: Row) -> list[tuple[str, float, int]]:
         values = (
             ("attention_entropy", row["entropy"]),
             ("attention_distance", row["distance"]),
+            # rows of earlier versions lack it
+            ("attention_distance_to_others", row.get("distance_to_others")),
             ("context_scale", row["scale"]),
         )
         return [(name, value, row["block"]) for name, value in values if value is not None]

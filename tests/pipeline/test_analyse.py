@@ -496,13 +496,14 @@ def test_the_record_gets_curves_over_blocks_once(
     for name, value in (
         ("attention_entropy", "entropy"),
         ("attention_distance", "distance"),
+        ("attention_distance_to_others", "distance_to_others"),
         ("context_scale", "scale"),
     ):
         assert curves["finetune", name] == {
             block: pytest.approx(np.mean([r[value] for r in rows if r["block"] == block]), rel=1e-5)
             for block in range(2)
         }
-    assert [*curves["finetune", "accuracy_occluded"]] == [0, 10, 20, 30, 40, 50]
+    assert [*curves["finetune", "accuracy_occluded"]] == [0, 10, 20, 25, 30, 40, 50]
     assert [*curves["finetune", "accuracy_fgsm"]] == [0, 1, 2, 4, 8]
     assert [*curves["finetune", "accuracy_shifted/inverted"]] == [0]
     assert {

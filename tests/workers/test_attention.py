@@ -68,6 +68,18 @@ def test_entropy_and_distance_of_known_attention() -> None:
     assert compute_distance(torch.zeros(1, 1, 2, 2), row_distances).item() == 0
 
 
+def test_the_distance_to_others_leaves_out_a_patch_itself() -> None:
+    # Three patches in a row: the ends are 1 and 2 away from the others, the middle one 1 and 1.
+    distances = compute_patch_distances((1, 3))
+    attention = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.9, 0.1], [0.8, 0.0, 0.2]])[None, None]
+    uniform = (1.5 + 1 + 1.5) / 3
+    to_others = compute_distance(attention, distances, to_others=True)
+    assert to_others.item() == pytest.approx((1.5 + 1 + 2) / 3 / uniform)
+    even = torch.full((1, 1, 3, 3), 1 / 3)
+    assert compute_distance(even, distances, to_others=True).item() == pytest.approx(1)
+    assert compute_distance(torch.eye(3)[None, None], distances, to_others=True).item() == 0
+
+
 def test_the_class_token_has_entropy_and_no_place() -> None:
     identity = torch.eye(5)[None, None]
     identity[..., 0, :] = 0.2
@@ -125,7 +137,8 @@ def test_a_uniform_head_has_the_largest_entropy_and_distance_one() -> None:
         first, *other_rows = layer.rows()
         assert layer.images == 8
         assert first["entropy"] == pytest.approx(math.log(5), abs=1e-5)
-        assert (first["entropy_share"], first["distance"]) == (pytest.approx(1), pytest.approx(1))
+        shares = (first["entropy_share"], first["distance"], first["distance_to_others"])
+        assert shares == (pytest.approx(1), pytest.approx(1), pytest.approx(1))
         assert all(row["entropy"] < math.log(5) - 1e-4 for row in other_rows)
 
 

@@ -27,7 +27,7 @@ from workers.methods.meat import Meat, MeatSettings
 from workers.methods.tfm import Tfm, TfmSettings
 from workers.model import context, vit
 from workers.model.compact import flops, plan_blocks
-from workers.model.context import Context, ScaledContext
+from workers.model.context import Context, Excitation, ScaledContext
 from workers.model.masked import BlockMasks
 from workers.storage.taskstate import TaskState
 
@@ -40,7 +40,8 @@ T2T = BackboneSettings(
 LOCAL = BackboneSettings(
     name="convit_local", img_size=16, options={"embed_dim": 48, "depth": 2, "num_heads": 4}
 )
-KINDS = ("cb", "cbs", "replace", "parallel", "compensate")
+KINDS = ("cb", "cbs", "se", "replace", "parallel", "compensate")
+PLACES = ("end", "front", "attention", "both")
 
 
 def tokens(*shape: int) -> Tensor:
@@ -74,7 +75,10 @@ def built(
     for number, (_, p) in enumerate(
         sorted(
             model.named_parameters(),
-            key=lambda item: ("context" in item[0] or "uniform" in item[0], item[0]),
+            key=lambda item: (
+                any(word in item[0] for word in ("context", "front", "uniform")),
+                item[0],
+            ),
         )
     ):
         nn.init.normal_(p, std=0.2, generator=torch.Generator().manual_seed(number))
@@ -161,6 +165,21 @@ def test_other_contexts_are_the_maximum_and_the_class_token() -> None:
     assert torch.allclose(Context("class")(x), (x + x[:, :1]) / 2, atol=1e-14)
 
 
+def test_excitation_scales_channels_by_the_mean_token() -> None:
+    module = Excitation("mean", 4, 2).double()
+    with torch.no_grad():
+        module.fc1.weight.copy_(torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 1]]))
+        module.fc1.bias.copy_(torch.tensor([0.0, -9]))
+        module.fc2.weight.copy_(torch.tensor([[1.0, 5], [2, 5], [0, 5], [-1, 5]]))
+        module.fc2.bias.copy_(torch.tensor([0.0, -4, 0, 3]))
+    x = torch.tensor([[[1.0, 1, 1, 1], [3, 2, 4, 7]]], dtype=torch.float64)
+    # The mean token starts with 2 and ends with 4: W1 c + b1 = (2, -5), after ReLU (2, 0).
+    gate = torch.tensor([2.0, 0, 0, 1], dtype=torch.float64).sigmoid()
+    assert torch.allclose(module(x), x * gate, rtol=0, atol=1e-14)
+    assert Excitation("mean", 32, 16).fc1.out_features == 2
+    assert Excitation("mean", 8, 16).fc1.out_features == 1
+
+
 # ---- in a backbone -------------------------------------------------------------------------------
 @pytest.mark.parametrize("changes", [{}, {"init_values": 0.3}], ids=["plain", "layer-scale"])
 def test_it_stands_at_the_end_of_the_mlp_before_layer_scale_and_residual(
@@ -175,22 +194,41 @@ def test_it_stands_at_the_end_of_the_mlp_before_layer_scale_and_residual(
     assert not torch.allclose(built(None, options=changes).blocks[1](x), want, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["cb", "cbs", "se"])
+@pytest.mark.parametrize("place", PLACES)
+def test_each_place_changes_its_branches_alone(kind: str, place: str) -> None:
+    model = built(kind, options={"init_values": 0.3}, place=place)
+    block, x = model.blocks[1], tokens(2, 5, 32).float()
+    modules = dict(context.context_modules(block))
+    names = {"end": {"mlp.context"}, "front": {"mlp.front"}, "attention": {"attn.context"}}
+    assert modules.keys() == names.get(place, {"attn.context", "mlp.context"})
+    plain = built(None, options={"init_values": 0.3}).blocks[1]
+    same = nn.Identity()
+    attention = modules.get("attn.context", same)(plain.attn(plain.norm1(x)))
+    y = x + plain.ls1(attention)
+    hidden = plain.mlp(modules.get("mlp.front", same)(plain.norm2(y)))
+    want = y + plain.ls2(modules.get("mlp.context", same)(hidden))
+    assert torch.allclose(block(x), want, atol=1e-5)
+    assert not torch.allclose(plain(x), want, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("settings", "side"), [(SMALL, 16), (T2T, 32), (LOCAL, 16)], ids=["vit", "t2t", "convit"]
 )
+@pytest.mark.parametrize("place", PLACES)
 def test_context_without_blocks_or_scale_is_plain_backbone(
-    settings: BackboneSettings, side: int
+    settings: BackboneSettings, side: int, place: str
 ) -> None:
     plain, x = built(None, settings), images(side)
-    assert torch.equal(built("cb", settings, blocks=[])(x), plain(x))
-    none = built("cbs", settings)
+    assert torch.equal(built("cb", settings, blocks=[], place=place)(x), plain(x))
+    none = built("cbs", settings, place=place)
     for _, module in context.context_modules(none):
         nn.init.zeros_(module.get_parameter("scale"))
     assert torch.equal(none(x), plain(x))
-    assert not torch.allclose(built("cb", settings)(x), plain(x), atol=1e-3)
-    assert torch.equal(
-        built("cb", settings)(x), built("cb", settings, blocks=[*range(len(plain.blocks))])(x)
-    )
+    everywhere = built("cb", settings, place=place)(x)
+    assert not torch.allclose(everywhere, plain(x), atol=1e-3)
+    chosen = built("cb", settings, place=place, blocks=[*range(len(plain.blocks))])
+    assert torch.equal(everywhere, chosen(x))
 
 
 def test_only_the_chosen_blocks_have_it() -> None:
@@ -209,6 +247,8 @@ def test_it_has_no_parameters_and_its_scales_are_a_width_for_each_block() -> Non
     plain = count(built(None))
     assert count(built("cb")) == count(built("replace")) == plain
     assert count(built("cbs")) - plain == 3 * 32
+    assert count(built("cbs", place="both")) - plain == 2 * 3 * 32
+    assert count(built("se")) - plain == 3 * (32 * 2 + 2 + 2 * 32 + 32)
     with torch.device("meta"):
         small = vit.build(
             BackboneSettings(name="vit_small_patch16_224", context=ContextSettings(kind="cbs"))
@@ -270,6 +310,14 @@ def test_bytes_are_the_backbone_and_the_digest_tells_it_from_others(kind: str) -
     assert len(digests) == 3
 
 
+def test_the_digest_has_settings_of_later_versions_only_where_they_are_used() -> None:
+    written = context.encode_settings(built("cb"))
+    assert written == b'{"kind":"cb","blocks":"all","pool":"mean","own":1.0,"start":0.0}'
+    assert b'"place":"both"' in context.encode_settings(built("cb", place="both"))
+    digests = {vit.compute_digest(built("cb", place=place)) for place in PLACES}
+    assert len(digests) == len(PLACES)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_from_elsewhere_load_and_what_they_lack_stays_as_it_starts(
     kind: str, tmp_path: Path
@@ -317,13 +365,22 @@ def test_scales_have_no_weight_decay_and_belong_to_what_hat_copies() -> None:
     assert scales <= exempt
     assert not scales & decayed
     assert {f"blocks.{i}.mlp.context.scale" for i in range(3)} <= set(find_affine_names(model))
+    names = set(context.context_parameter_names(built("se", place="both")))
+    assert names <= set(find_affine_names(built("se", place="both")))
+    assert not {n for n in find_affine_names(built("parallel")) if "uniform" in n}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_compiled_block_has_it_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [*((kind, {}) for kind in KINDS), ("cb", {"place": "front"}), ("cbs", {"place": "both"})],
+)
+def test_a_compiled_block_has_it_too(
+    kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.compiler.reset()
-    model, want = built(kind, blocks=[1, 2]), built(kind, blocks=[1, 2])(images())
+    settings = {"blocks": [1, 2], **settings}
+    model, want = built(kind, **settings), built(kind, **settings)(images())
     compiled = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda module: compiled(module, backend="eager"))
     vit.compile_blocks(model)
@@ -337,7 +394,7 @@ def test_a_uniform_head_costs_one_token() -> None:
         for kind in (None, *KINDS)
         for model in [built(kind, options=pooled)]
     }
-    assert cost["cb"] == cost["cbs"] == cost["replace"] == cost[None]
+    assert cost["cb"] == cost["cbs"] == cost["se"] == cost["replace"] == cost[None]
     assert cost["parallel"] == cost["compensate"] == cost[None] + 3 * 2 * 32 * 8
 
 
@@ -366,7 +423,18 @@ def test_a_network_that_grows_counts_it_too() -> None:
 # ---- masks ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("cb", {}), ("cb", {"blocks": [1]}), ("cb", {"pool": "max"}), ("cbs", {}), ("replace", {})],
+    [
+        ("cb", {}),
+        ("cb", {"blocks": [1]}),
+        ("cb", {"pool": "max"}),
+        ("cb", {"place": "front"}),
+        ("cb", {"place": "attention"}),
+        ("cbs", {}),
+        ("cbs", {"place": "both", "blocks": [0, 2]}),
+        ("se", {}),
+        ("se", {"place": "both"}),
+        ("replace", {}),
+    ],
 )
 def test_pruned_inference_equals_the_masked_one(kind: str, settings: dict[str, Any]) -> None:
     method = Meat(
@@ -422,7 +490,9 @@ def test_without_it_keys_are_those_of_before_there_was_any() -> None:
         compute_key(key_inputs(BackboneSettings(context=ContextSettings(kind=kind))), [])
         for kind in KINDS
     }
-    assert len(keys) == 5
+    assert len(keys) == len(KINDS)
+    stored = {"kind": "cb", "blocks": "all", "pool": "mean", "own": 1.0, "start": 0.0}
+    assert key_inputs(ContextSettings()) == stored, "later settings are left out at their default"
     again = BackboneSettings.model_validate_json(
         BackboneSettings(context=ContextSettings(kind="cbs", own=0.5)).model_dump_json()
     )
@@ -464,6 +534,9 @@ def test_a_backbone_without_a_place_for_it_is_refused(
         {"start": 1.0},
         {"own": 0.5},
         {"kind": "replace", "pool": "max"},
+        {"kind": "parallel", "place": "both"},
+        {"reduction": 4},
+        {"place": "middle"},
         {"blocks": [-1]},
         {"kind": "mean"},
     ],
@@ -484,11 +557,15 @@ def test_settings_that_say_nothing_are_refused(wrong: dict[str, Any]) -> None:
 # ---- methods on such a backbone ------------------------------------------------------------------
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["finetune", "meat", "hat", "packnet", "dytox"])
-@pytest.mark.parametrize("kind", ["cb", "cbs"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"kind": "cb"}, {"kind": "cbs"}, {"kind": "se", "place": "both"}],
+    ids=["cb", "cbs", "se-both"],
+)
 def test_methods_learn_and_are_stored_with_it(
-    lab: Lab, method: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, method: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_lab, "TINY", {**TINY, "context": {"kind": kind}})
+    monkeypatch.setattr(stage_lab, "TINY", {**TINY, "context": settings})
     # In 3 epochs its masks learn too little: 46 to 67 right answers with four seeds, 40 by chance.
     monkeypatch.setitem(stage_lab.SETTINGS, ("meat", "adamw"), {"train": {"epochs": 6}})
     for name in ("it_learns", "the_stored_bytes_are_the_method", "old_answers_stay"):

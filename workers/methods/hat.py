@@ -32,6 +32,7 @@ from workers.methods.base import (
 )
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.compact import count_multiply_adds, flops, plan_blocks
+from workers.model.context import Context, context_modules
 from workers.model.masked import BlockMasks
 from workers.model.masks import (
     AnnealedSigmoid,
@@ -475,11 +476,15 @@ class AdaHat(Hat[AdaHatSettings]):
 def find_affine_names(backbone: Any) -> list[str]:
     """Return the names of the parameters that belong to no unit and are shared by all units.
 
-    These are the class token, norms, biases of proj and fc2, and scales of Context Broadcasting.
+    These are the class token, norms, biases of proj and fc2, and the parameters of Context
+    Broadcasting in the MLP and attention branches (see context.py).
     """
     names = ["cls_token", *norm_parameter_names(backbone)]
     for index in range(len(backbone.blocks)):
-        ends = ("attn.proj.bias", "mlp.fc2.bias", "mlp.context.scale")
+        ends = ["attn.proj.bias", "mlp.fc2.bias"]
+        for path, module in context_modules(backbone.blocks[index]):
+            if isinstance(module, Context):
+                ends += [f"{path}.{name}" for name, _ in module.named_parameters()]
         names += [f"blocks.{index}.{end}" for end in ends]
     existing = dict(backbone.named_parameters())
     return [name for name in names if name in existing]

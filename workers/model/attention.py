@@ -33,11 +33,12 @@ class AttentionStatistics:
         network: Path of the ViT in the model, or "" for the model itself.
         block: Index of the block.
         patch_distances: Distances between patches, (n, n), in patches.
-        context: The block's module for Context Broadcasting (see context.py), or None.
+        scales: The block's learned modules for Context Broadcasting (see context.py).
         tokens: Number of tokens N in the last batch.
         images: Number of images so far.
         entropy: Sum over images of the entropy of each head, (H,).
         distance: Sum over images of the distance of each head, (H,).
+        distance_to_others: The same without the attention of a patch to itself, (H,).
         scale: Mean absolute scale Lambda of the block's Context Broadcasting (`ScaledContext`), or
             None if it has no scale.
     """
@@ -45,11 +46,12 @@ class AttentionStatistics:
     network: str
     block: int
     patch_distances: Tensor
-    context: nn.Module | None = None
+    scales: tuple[ScaledContext, ...] = ()
     tokens: int = 0
     images: int = 0
     entropy: Tensor | float = 0.0
     distance: Tensor | float = 0.0
+    distance_to_others: Tensor | float = 0.0
     scale: float | None = None
 
     def add(self, attention: Tensor) -> None:
@@ -65,19 +67,24 @@ class AttentionStatistics:
         between_patches = attention[..., -patches:, -patches:]  # (B, H, n, n)
         distances = compute_distance(between_patches, self.patch_distances)  # (B, H)
         self.distance = self.distance + distances.sum(0).cpu()
-        if isinstance(self.context, ScaledContext):
-            self.scale = float(self.context.scale.abs().mean())
+        distances = compute_distance(between_patches, self.patch_distances, to_others=True)
+        self.distance_to_others = self.distance_to_others + distances.sum(0).cpu()
+        if self.scales:
+            means = [context.scale.abs().mean() for context in self.scales]
+            self.scale = float(torch.stack(means).mean())
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per head, with means over images and queries.
 
         The entropy is in nats; `entropy_share` is the entropy divided by its maximum ln N. The
-        distance is relative to the distance under uniform attention.
+        distance is relative to the distance under uniform attention. `distance_to_others` leaves
+        out the attention of a patch to itself, in both.
         """
         if not self.images:
             return []
         entropies = torch.as_tensor(self.entropy).double() / self.images  # (H,)
         distances = torch.as_tensor(self.distance).double() / self.images  # (H,)
+        to_others = torch.as_tensor(self.distance_to_others).double() / self.images  # (H,)
         rows: list[dict[str, Any]] = []
         for head, mean_entropy in enumerate(entropies.tolist()):
             row = {
@@ -88,6 +95,7 @@ class AttentionStatistics:
                 "entropy": mean_entropy,
                 "entropy_share": mean_entropy / math.log(self.tokens),
                 "distance": float(distances[head]),
+                "distance_to_others": float(to_others[head]),
                 "scale": self.scale,
             }
             rows.append(row)
@@ -133,7 +141,7 @@ def compute_entropy(attention: Tensor) -> Tensor:
     return terms.sum(-1).mean(-1)
 
 
-def compute_distance(attention: Tensor, patch_distances: Tensor) -> Tensor:
+def compute_distance(attention: Tensor, patch_distances: Tensor, to_others: bool = False) -> Tensor:
     """Return the mean attention distance: (B, H, n, n) -> (B, H).
 
     The distance of patch i is sum_j A_ij d_ij / sum_j A_ij over patches j. The mean over i is
@@ -143,10 +151,17 @@ def compute_distance(attention: Tensor, patch_distances: Tensor) -> Tensor:
     Args:
         attention: Attention A between patches.
         patch_distances: Distances d between patches, (n, n).
+        to_others: Whether to leave out the attention of a patch to itself (j = i) in both means.
     """
-    total = attention.sum(-1).clamp(min=torch.finfo(attention.dtype).tiny)
-    distances = (attention * patch_distances.to(attention)).sum(-1) / total  # (B, H, n)
-    return distances.mean(-1) / patch_distances.mean().to(attention)
+    weighted = (attention * patch_distances.to(attention)).sum(-1)  # (B, H, n)
+    total = attention.sum(-1)
+    uniform = patch_distances.mean().to(attention)
+    if to_others:
+        patches = len(patch_distances)
+        total = total - attention.diagonal(dim1=-2, dim2=-1)
+        uniform = uniform * patches / (patches - 1)
+    distances = weighted / total.clamp(min=torch.finfo(attention.dtype).tiny)
+    return distances.mean(-1) / uniform
 
 
 def compute_patch_distances(grid: tuple[int, int]) -> Tensor:
@@ -169,8 +184,9 @@ def record_attention(model: nn.Module) -> AbstractContextManager[list[AttentionS
 
     def create_record(name: str, index: int, vit: Any) -> AttentionStatistics:
         distances = compute_patch_distances(tuple(vit.patch_embed.grid_size))
-        block_context = getattr(vit.blocks[index].mlp, "context", None)
-        return AttentionStatistics(name, index, distances, block_context)
+        modules = vit.blocks[index].modules()
+        scales = tuple(module for module in modules if isinstance(module, ScaledContext))
+        return AttentionStatistics(name, index, distances, scales)
 
     return _record_layers(model, create_record)
 

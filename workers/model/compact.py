@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from workers.data.torch_internals import shapes_only
-from workers.model.context import count_uniform_multiply_adds, mixes_all_tokens
+from workers.model.context import count_uniform_multiply_adds, find_context, mixes_all_tokens
 from workers.model.masked import BlockMasks
 
 
@@ -181,7 +181,9 @@ class CompactBlock(nn.Module):
             self.add_module(name, getattr(attn, name))
         self.act = mlp.act
         self.mlp_norm = mlp.norm
-        self.context = mlp.context if mixes_all_tokens(block) else nn.Identity()
+        self.attention_context = find_context(attn)
+        self.front = find_context(mlp, "front")
+        self.context = find_context(mlp)
         rows = attn.attn_dim
         self._buffer("q_weight", attn.qkv.weight[:rows])
         self._buffer("q_bias", _rows(attn.qkv.bias, slice(rows)))
@@ -218,8 +220,9 @@ class CompactBlock(nn.Module):
         y = self.norm(y.transpose(1, 2).flatten(2))
         if self.gate is not None:
             y = y * self.gate(at_queries).sigmoid()
-        x = _take(x, self.queries) + self.ls1(self.proj(y))
-        hidden = self.act(F.linear(self.norm2(x), self.fc1_weight, self.fc1_bias))
+        x = _take(x, self.queries) + self.ls1(self.attention_context(self.proj(y)))
+        normed = self.front(self.norm2(x))
+        hidden = self.act(F.linear(normed, self.fc1_weight, self.fc1_bias))
         hidden = self.mlp_norm(hidden)  # (B, queries, neurons)
         ffn = self.context(F.linear(hidden, self.fc2_weight, self.fc2_bias))
         update: Tensor = self.ls2(ffn)

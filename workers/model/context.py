@@ -18,9 +18,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from workers.errors import UserError
-from workers.job import ContextSettings
+from workers.job import ContextSettings, key_inputs
 
 PLAIN = "a plain ViT such as vit_tiny_patch16_224 or deit_small_patch16_224"
+HEADS = ("replace", "parallel", "compensate")  # kinds that add uniform heads to attention
+# place of the other kinds -> changed parts of a block
+PARTS = {"end": ("mlp",), "front": ("mlp",), "attention": ("attn",), "both": ("attn", "mlp")}
 
 
 class Context(nn.Module):
@@ -72,6 +75,29 @@ class ScaledContext(Context):
         return self.own * x + self.scale * self.pooled(x)
 
 
+class Excitation(Context):
+    """Squeeze and excitation of tokens: x_i * sigmoid(W2 relu(W1 c + b1) + b2), elementwise.
+
+    Hu, Shen, Sun: Squeeze-and-Excitation Networks, CVPR 2018, with the mean over tokens in place of
+    the mean over pixels. Unlike CB it only scales channels, the same for every token.
+
+    Args:
+        pool: Definition of c, see `Context`.
+        width: D.
+        reduction: W1 maps D to D / reduction channels (rounded down, at least 1).
+    """
+
+    def __init__(self, pool: str, width: int, reduction: int):
+        super().__init__(pool)
+        squeezed = max(1, width // reduction)
+        self.fc1 = nn.Linear(width, squeezed)
+        self.fc2 = nn.Linear(squeezed, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate: Tensor = self.fc2(self.fc1(self.pooled(x)).relu()).sigmoid()  # (B, 1, D)
+        return x * gate
+
+
 class UniformHead(nn.Module):
     """A head with uniform attention: W_o mean_j W_v x_j, the same for every token.
 
@@ -100,6 +126,11 @@ def _behind(module: Any, inputs: Any, output: Tensor) -> Tensor:
     return mixed
 
 
+def _in_front(module: Any, inputs: Any) -> Tensor:
+    mixed: Tensor = module.front(inputs[0])
+    return mixed
+
+
 def _beside(module: Any, inputs: Any, output: Tensor) -> Tensor:
     if module.uniform is None:
         return output
@@ -120,11 +151,13 @@ def _first_uniform(module: Any, inputs: Any, queries: Tensor) -> Tensor:
 def insert_context(backbone: nn.Module, settings: ContextSettings) -> None:
     """Insert context into the chosen blocks, with hooks that stay for the backbone's lifetime.
 
-    Existing parameters keep their names and values. `settings.kind` selects the place:
+    Existing parameters keep their names and values. `settings.kind` selects what is inserted:
 
-    - `cb`, `cbs`: at the end of the MLP branch, before layer scale, stochastic depth and the
-      residual addition. CB commutes with affine operations on single tokens. Therefore it would be
-      the same function after the activation in the middle of the MLP, but at four times the cost.
+    - `cb`, `cbs`, `se`: a module in the branch that `settings.place` selects: at the end of the MLP
+      or of attention (or of both), before layer scale, stochastic depth and the residual addition;
+      or in front of the MLP, after its norm. CB commutes with affine operations on single tokens.
+      Therefore the middle of the MLP after the activation would be the same function as its end,
+      but at four times the cost, and before the activation the same as its front.
     - `replace`: the first attention head attends uniformly to all tokens. Its queries and keys stay
       among the parameters, but nothing depends on them.
     - `parallel`: attention gets an additional uniform head.
@@ -157,21 +190,21 @@ def insert_context(backbone: nn.Module, settings: ContextSettings) -> None:
             "backbone.context.pool is 'class', and the backbone has no class token; use `mean` "
             "or `max`"
         )
-    in_mlp = settings.kind in ("cb", "cbs")
-    part_name = "mlp" if in_mlp else "attn"
+    in_heads = settings.kind in HEADS
+    part_names = ("attn",) if in_heads else PARTS[settings.place]
     for index, block in enumerate(backbone.blocks):
-        part = getattr(block, part_name, None)
-        is_attention = isinstance(part, Attention)
-        if part is None or (not in_mlp and not is_attention):
-            raise UserError(
-                f"{at} block {index} of the backbone has a {type(part).__name__} in its place; "
-                f"choose {PLAIN}"
-            )
-        _add_to_block(part, settings, index in chosen, backbone.embed_dim)
+        for part_name in part_names:
+            part = getattr(block, part_name, None)
+            if part is None or (in_heads and not isinstance(part, Attention)):
+                raise UserError(
+                    f"{at} block {index} of the backbone has a {type(part).__name__} in its place; "
+                    f"choose {PLAIN}"
+                )
+            _add_to_part(part, settings, index in chosen, backbone.embed_dim)
     backbone.broadcasts = settings  # type: ignore[assignment]
 
 
-def _add_to_block(part: Any, settings: ContextSettings, chosen: bool, width: int) -> None:
+def _add_to_part(part: Any, settings: ContextSettings, chosen: bool, width: int) -> None:
     """Add context and hooks to the MLP or the attention of one block.
 
     Args:
@@ -180,9 +213,14 @@ def _add_to_block(part: Any, settings: ContextSettings, chosen: bool, width: int
         chosen: Whether the block has context. Other blocks get the hooks only.
         width: Width D of the backbone.
     """
-    if settings.kind in ("cb", "cbs"):
-        part.context = _make_context(settings, width) if chosen else nn.Identity()
-        part.register_forward_hook(_behind)
+    if settings.kind not in HEADS:
+        module = _make_context(settings, width) if chosen else nn.Identity()
+        if settings.place == "front":
+            part.front = module
+            part.register_forward_pre_hook(_in_front)
+        else:
+            part.context = module
+            part.register_forward_hook(_behind)
     if settings.kind in ("replace", "compensate"):
         part.q_norm.first_uniform = chosen
         part.q_norm.register_forward_hook(_first_uniform)
@@ -194,15 +232,20 @@ def _add_to_block(part: Any, settings: ContextSettings, chosen: bool, width: int
 def _make_context(settings: ContextSettings, width: int) -> Context:
     if settings.kind == "cb":
         return Context(settings.pool)
+    if settings.kind == "se":
+        return Excitation(settings.pool, width, settings.reduction)
     return ScaledContext(settings.pool, width, settings.own, settings.start)
 
 
 def encode_settings(backbone: nn.Module) -> bytes:
-    """Return the context settings as JSON, for the backbone's digest; empty without context."""
+    """Return the context settings as JSON, for the backbone's digest; empty without context.
+
+    Settings with their neutral value are omitted, so digests in stored states stay valid.
+    """
     settings: ContextSettings | None = getattr(backbone, "broadcasts", None)
     if settings is None:
         return b""
-    return settings.model_dump_json().encode()
+    return settings.model_dump_json(include=set(key_inputs(settings))).encode()
 
 
 def context_modules(backbone: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -220,13 +263,24 @@ def context_parameter_names(backbone: nn.Module) -> list[str]:
     return names
 
 
-def mixes_all_tokens(block: Any) -> bool:
-    """Return whether the MLP of a block contains Context Broadcasting.
+def mixes_all_tokens(block: nn.Module) -> bool:
+    """Return whether a block contains Context Broadcasting.
 
-    In this case the block must compute all tokens, because an output token can depend on the MLP's
-    outputs at other tokens.
+    In this case the block must compute all tokens, because an output token can depend on the
+    outputs of a branch at other tokens.
     """
-    return isinstance(getattr(block.mlp, "context", None), Context)
+    return any(isinstance(module, Context) for module in block.modules())
+
+
+def find_context(part: nn.Module, name: str = "context") -> nn.Module:
+    """Return the context of the MLP or the attention of a block, or an `Identity` without it.
+
+    Args:
+        part: The MLP or the attention.
+        name: `context` (behind the part) or `front` (in front of it).
+    """
+    module = getattr(part, name, None)
+    return module if isinstance(module, Context) else nn.Identity()
 
 
 def count_uniform_multiply_adds(backbone: nn.Module) -> int:

@@ -31,13 +31,16 @@ def distillation_loss(kd: str, student: Tensor, teacher: Tensor, tau: float) -> 
     return -(teacher_share * student_share.log()).sum(1).mean()
 
 
-@pytest.mark.parametrize(("kd", "tau"), [("bce", 2.0), ("bce", 1.0), ("ce", 2.0)])
+@pytest.mark.parametrize(
+    ("kd", "tau", "over_tasks"),
+    [("bce", 2.0, "mean"), ("bce", 1.0, "mean"), ("ce", 2.0, "mean"), ("ce", 2.0, "sum")],
+)
 @pytest.mark.parametrize(("step", "held"), [("train", "ab"), ("finetune", "abc")])
-def test_the_loss_is_cross_entropy_plus_the_mean_distillation_over_the_teachers_tasks(
-    step: str, held: str, kd: str, tau: float
+def test_the_loss_is_cross_entropy_plus_the_distillation_over_the_teachers_tasks(
+    step: str, held: str, kd: str, tau: float, over_tasks: str
 ) -> None:
     """In `finetune` the teacher has the classes of the new task too."""
-    method = begun("e2e", A, B, C, step=step, kd=kd, tau=tau)
+    method = begun("e2e", A, B, C, step=step, kd=kd, tau=tau, over_tasks=over_tasks)
     mixed_batch = batch(A, B, C)
     images = mixed_batch.images
     teacher_logits = {name: method.heads[name](method.backbone(images)).detach() for name in held}
@@ -49,7 +52,9 @@ def test_the_loss_is_cross_entropy_plus_the_mean_distillation_over_the_teachers_
     for name in held:
         student_logits = method.heads[name](features)
         distillations.append(distillation_loss(kd, student_logits, teacher_logits[name], tau))
-    expected = torch.stack(distillations).mean()
+    expected = torch.stack(distillations).sum()
+    if over_tasks == "mean":
+        expected = expected / len(held)
     assert {name: float(term) for name, term in terms.items()} == pytest.approx(
         {"ce": ce.item(), "kd": expected.item()}, abs=1e-5
     )

@@ -7,13 +7,14 @@ Castro, Marin-Jimenez, Guil, Schmid, Alahari: End-to-End Incremental Learning, E
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from workers.data.batch import Batch
+from workers.job import Neutral
 from workers.methods.base import ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.train_defaults import TrainDefaults
@@ -38,6 +39,11 @@ class E2eSettings(RehearsalSettings):
         description="distillation loss of a task's softmax outputs: `bce`: binary "
         "cross-entropy of each class; `ce`: cross-entropy over the classes",
     )
+    over_tasks: Annotated[Literal["mean", "sum"], Neutral("mean")] = Field(
+        "mean",
+        description="whether the distillation losses of the tasks are averaged, or summed as in "
+        "the paper, so that their weight grows with the number of tasks",
+    )
     noise: bool = Field(
         False,
         description="whether to add Gaussian noise of variance 0.3 / (1 + iteration)^0.55 to "
@@ -46,7 +52,7 @@ class E2eSettings(RehearsalSettings):
 
 
 class E2e(Rehearsal[E2eSettings]):
-    """L = CE over all classes + mean over tasks s of KD_s.
+    """L = CE over all classes + mean (or sum, see `over_tasks`) over tasks s of KD_s.
 
     KD_s is the cross-entropy (see `kd`) of softmax(z_s / tau) with the teacher's
     softmax(y_s / tau) as the target, over the classes of s only. z and y are the logits of the
@@ -64,9 +70,10 @@ class E2e(Rehearsal[E2eSettings]):
     `finetune` has the learning rate of `train` unless the config sets another. The paper uses a
     tenth: `steps: {finetune: {epochs: 40, lr: 0.01}}` with `train: {epochs: 60, lr: 0.1}`.
 
-    Differences from the paper: the distillation loss is averaged over tasks, and with `kd: bce`
-    also over classes, while the paper sums cross-entropies; gradients are noisy only with `noise`;
-    images are augmented when they are read, instead of stored in twelve augmented versions.
+    The paper's loss is `kd: ce` with `over_tasks: sum`. The defaults are those of public code: the
+    mean over tasks and, with `kd: bce`, over classes. Other differences from the paper: gradients
+    are noisy only with `noise`; images are augmented when they are read, instead of stored in
+    twelve augmented versions.
     """
 
     name = "e2e"
@@ -89,8 +96,8 @@ class E2e(Rehearsal[E2eSettings]):
     )
     distills = True
     Settings = E2eSettings
-    per_task = Rehearsal.per_task | {"tau", "kd", "noise"}
-    later_settings = frozenset({"kd", "tau"})
+    per_task = Rehearsal.per_task | {"tau", "kd", "over_tasks", "noise"}
+    later_settings = frozenset({"kd", "over_tasks", "tau"})
 
     def memory(self, context: StepContext) -> dict[str, list[str]]:
         if context.step == "balance":
@@ -123,7 +130,8 @@ class E2e(Rehearsal[E2eSettings]):
         for name, teacher_logits in self.teacher.logits(batch.images).items():
             student_logits = self.heads[name](features)
             kd_losses.append(kd_loss(student_logits, teacher_logits, self.settings.tau))
-        kd = torch.stack(kd_losses).mean()
+        stacked = torch.stack(kd_losses)
+        kd = stacked.sum() if self.settings.over_tasks == "sum" else stacked.mean()
         return ce + kd, {"ce": ce.detach(), "kd": kd.detach()}
 
     def after_backward(self) -> None:

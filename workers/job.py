@@ -633,6 +633,8 @@ class Task:
     # For a slice of a stream: (class, start, stop), the share [start, stop) of the class's images
     # in the order of their sha256. The task has no images of other classes. None: all images.
     parts: tuple[tuple[str, float, float], ...] | None = None
+    # For role `base`: the head is the classifier in the backbone's weights. False: it is trained.
+    has_own_head: bool = False
 
     @property
     def shares(self) -> dict[str, float]:

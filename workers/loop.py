@@ -212,7 +212,9 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     """Create the backbone that all tasks use. Train it if the stream starts with a base task.
 
     The initial weights are pretrained weights of timm or of the Hugging Face Hub, weights from a
-    file, or random and dependent on the seed. Training on the base task fine-tunes all weights.
+    file, or random and dependent on the seed. Training on the base task fine-tunes all weights. A
+    task that the backbone has learned already (`Task.has_own_head`) takes its head from the
+    weights.
     """
     torch.manual_seed(derive_seed(job.seed, "backbone"))
     backbone = vit.build(job.backbone_settings)
@@ -223,12 +225,16 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     sizes: dict[str, int] = {}
     length: dict[str, int] = {}
     if job.task is not None:
-        method = METHODS["finetune"](backbone, load_settings(job), job.seed)
-        history, length, notes = fit(job, method, None, group, report)
-        files["history.parquet"] = to_parquet(history)
-        warnings = [*warnings, *find_training_symptoms(job, method, history, length), *notes]
+        if job.task.has_own_head:
+            warnings = []  # about the classifier, which is not left out
+            head = vit.load_head(backbone, job.backbone_settings, job.task)
+        else:
+            method = METHODS["finetune"](backbone, load_settings(job), job.seed)
+            history, length, notes = fit(job, method, None, group, report)
+            files["history.parquet"] = to_parquet(history)
+            warnings = [*warnings, *find_training_symptoms(job, method, history, length), *notes]
+            head = method.heads.export(job.task.name)
         digest = vit.compute_digest(backbone)
-        head = method.heads.export(job.task.name)
         state = TaskState(
             job.task.name, job.task.classes, method="base", backbone_digest=digest, head=head
         )

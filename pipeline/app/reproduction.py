@@ -435,7 +435,8 @@ def _prepare_plan(
     """
     config = os.path.relpath(run.config)
     texts = [*run.overrides, *overrides]
-    tasks = configs.load(config, texts).stream.tasks
+    loaded = configs.load(config, texts)
+    tasks = loaded.stream.tasks
     if not any(task.card in missing for task in tasks):
         try:
             return app.prepare(config, texts, with_jobs=True, allow_replicas=True)
@@ -448,6 +449,10 @@ def _prepare_plan(
                 place = Path(folder, f"card-{len(missing)}")
                 missing[task.card] = str(placeholders.write_placeholder(task.card, place))
             texts.append(format_override(f"stream.tasks.{index}.card", missing[task.card]))
-    # weights do not change the cost, and may be missing too
-    texts += ["backbone.weights=none", format_override("storage", str(Path(folder, "storage")))]
+    if loaded.backbone.weights != "none":
+        # weights do not change the cost, and may be missing too
+        weights = Path(folder, "weights.safetensors")
+        weights.touch()
+        texts.append(format_override("backbone.weights", str(weights)))
+    texts.append(format_override("storage", str(Path(folder, "storage"))))
     return app.prepare(config, texts, with_jobs=True, allow_replicas=True)

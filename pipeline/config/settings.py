@@ -176,9 +176,11 @@ class TaskEntry(Frozen):
     slices: Annotated[Slices | None, Neutral(None)] = Field(
         None, description="divides the images of all classes into tasks, in scenario `domain`"
     )
-    role: Literal["task", "base", "unlabelled"] = Field(
+    role: Literal["task", "base", "pretrained", "unlabelled"] = Field(
         "task",
-        description="`base`: the backbone is trained on it before the other tasks; "
+        description="`base`: the backbone is trained on it before the other tasks; `pretrained`: "
+        "the backbone has learned it already, and the classifier in `backbone.weights`, with an "
+        "output for each class in this order, is its head; "
         "`unlabelled`: not a task, but images without labels for the steps before the first task",
     )
 

@@ -156,7 +156,8 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
     Args:
         builder: The builder of the graph.
         tasks: The tasks of the stream.
-        base: The task that the backbone is trained on. None: it is not trained.
+        base: The task that the backbone is trained on, or has learned already. None: there is
+            none.
 
     Raises:
         UserError: If a method cannot use this backbone.
@@ -182,6 +183,15 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
     job = builder.backbone_job(base)
     if base is None:
         builder.add("backbone", "backbone", inputs, [], job=job)
+        return
+    if base.has_own_head:
+        if backbone.settings.weights == "none":
+            raise UserError(
+                f"stream.tasks: {base.name!r} has role `pretrained`, and backbone.weights is "
+                "`none`; give weights with a classifier for this task, or the role `base`"
+            )
+        inputs["own_head"] = {"task": base.name, "classes": base.classes}
+        builder.add("backbone", "backbone", inputs, [], task=base.name, job=job)
         return
     inputs |= {
         "task": base.name,

@@ -113,7 +113,7 @@ def _check_new_name(path: str, card: Card, loaded: dict[str, Card]) -> None:
 
 
 def _check_roles(tasks: list[Task]) -> None:
-    """Raise `UserError` if two tasks have the same name, both role `base`, or both `unlabelled`."""
+    """Raise `UserError` for two tasks of one name, two base tasks, or two sets without labels."""
     for name, count in Counter(task.name for task in tasks).items():
         if count > 1:
             raise UserError(
@@ -122,7 +122,7 @@ def _check_roles(tasks: list[Task]) -> None:
     bases = [task.name for task in tasks if task.role == "base"]
     if len(bases) > 1:
         raise UserError(
-            f"stream.tasks: {bases[0]!r} and {bases[1]!r} both have role `base`; "
+            f"stream.tasks: {bases[0]!r} and {bases[1]!r} both have role `base` or `pretrained`; "
             "one backbone has one base task"
         )
     unlabelled = [task.name for task in tasks if task.role == "unlabelled"]
@@ -225,9 +225,11 @@ def _make_tasks(builder: Builder, entry: TaskEntry, card: Card) -> list[Task]:
     key = builder.keys[f"data/{card.name}"]
     urls = in_place.get_shard_urls(card)
     has_val = "val" in card.source.named_splits()
+    has_own_head = entry.role == "pretrained"
+    role = "base" if has_own_head else entry.role
     names = entry.list_task_names(card.name)
     if entry.slices:
-        whole = Task(name, card.name, key, tuple(classes), entry.role, urls, has_val)
+        whole = Task(name, card.name, key, tuple(classes), role, urls, has_val)
         parts_of_tasks = cut_slices(entry.slices, classes, name)
         tasks = []
         for task_name, by_class in zip(names, parts_of_tasks, strict=True):
@@ -238,7 +240,8 @@ def _make_tasks(builder: Builder, entry: TaskEntry, card: Card) -> list[Task]:
     start = 0
     for task_name, size in zip(names, _list_sizes(entry, name, len(classes)), strict=True):
         task_classes = tuple(classes[start : start + size])
-        tasks.append(Task(task_name, card.name, key, task_classes, entry.role, urls, has_val))
+        task = Task(task_name, card.name, key, task_classes, role, urls, has_val)
+        tasks.append(replace(task, has_own_head=has_own_head))
         start += size
     return tasks
 

@@ -43,6 +43,7 @@ PRINTED = {
     ("dytox-cifar100", "PODNet", "20 steps", "Avg"): 53.97,
     ("toast-fine-grained", "TOAST", "ViT-B", "Cars"): 84.5,
     ("toast-fine-grained", "LoRA", "ViT-B", "mean"): 79.8,
+    ("meat-imagenet", "LwF", "DeiT-S", "ImageNet"): 23.01,
     ("cb-imagenet", "CB - plain", "ViT-Ti", "top-1"): 1.0,
     ("cb-variants", "CB at the end of the MLP", "ViT-S", "top-1"): 0.6,
 }

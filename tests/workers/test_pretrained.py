@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.testing.lab import Lab
 from workers.errors import UserError
-from workers.job import BackboneSettings
+from workers.job import BackboneSettings, Task
 from workers.model import pretrained, vit
 
 CLASSES = 7
@@ -53,6 +53,52 @@ def test_a_fine_tuned_checkpoint_with_its_head_is_a_start(family: str, tmp_path:
         f"the classifier in backbone.weights ({head}, {CLASSES} classes) was left out: each task "
         "has a head of its own"
     ]
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_the_classifier_of_a_checkpoint_is_the_head_of_its_task(
+    family: str, tmp_path: Path
+) -> None:
+    path, tensors = own_weights(family, tmp_path)
+    settings = BackboneSettings(**SMALL[family], weights=path)
+    backbone = vit.build(settings)
+    vit.load_weights(backbone, settings)
+    task = Task("old", "card", "", tuple(f"class {number}" for number in range(CLASSES)))
+    head = vit.load_head(backbone, settings, task)
+    options: dict[str, Any] = dict(settings.options)
+    if family not in ("ConvNeXt", "ResNet", "MobileNetV3", "EfficientNet"):
+        options["img_size"] = settings.img_size
+    own = timm.create_model(settings.name, num_classes=CLASSES, **options).eval()
+    own.load_state_dict(tensors)
+    x = torch.randn(2, 3, settings.img_size, settings.img_size)
+    logits = torch.nn.functional.linear(backbone.eval()(x), head["weight"], head["bias"])
+    assert torch.allclose(logits, own(x), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda tensors: {n: t for n, t in tensors.items() if "head" not in n}, "no classifier"),
+        (
+            lambda tensors: tensors | {"head_dist.weight": torch.zeros(CLASSES, 32)},
+            r"several layers \(head, head_dist\)",
+        ),
+        (
+            lambda tensors: tensors | {"head.weight": torch.zeros(3, 32)},
+            r"shape \(3, 32\), where \(7, 32\)",
+        ),
+    ],
+)
+def test_a_classifier_that_does_not_serve_the_task_is_refused(
+    change: Any, sentence: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
+    settings = BackboneSettings(img_size=16, options=options, weights=str(tmp_path / "w"))
+    own = timm.create_model(settings.name, num_classes=CLASSES, img_size=16, **options)
+    safetensors.torch.save_file(change(own.state_dict()), settings.weights)
+    task = Task("old", "card", "", tuple(f"class {number}" for number in range(CLASSES)))
+    with pytest.raises(UserError, match=sentence):
+        vit.load_head(vit.build(settings), settings, task)
 
 
 @pytest.mark.parametrize("family", ["Swin", "EVA-02", "BEiT", "DINOv3"])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from workers.data import torch_internals
 from workers.errors import UserError, describe_error
-from workers.job import BackboneSettings
+from workers.job import BackboneSettings, Task
 from workers.model import context, norms, pretrained, signature
 from workers.model.noise import replace_drop_paths
 from workers.model.t2t import T2TVit
@@ -300,26 +300,7 @@ def load_weights(model: Any, settings: BackboneSettings) -> list[str]:
     """
     if settings.weights == "none":
         return []
-    if settings.weights == "hub":
-        tensors = pretrained.from_hub(settings.name, settings.img_size)
-    else:
-        path = settings.weights
-        if hub.is_hub_model(path):
-            path = hub.model_file(path, pretrained.WEIGHTS_FILE)
-        try:
-            data = read_regular(path, most_bytes(model))
-        except OSError as error:
-            raise UserError(
-                f"backbone.weights is {settings.weights!r}, which cannot be read "
-                f"({error.strerror}); give a .safetensors file, `hub` or `none`"
-            ) from None
-        try:
-            tensors, _ = load_tensors(data, "weights")
-        except UserError:
-            raise UserError(
-                f"backbone.weights {settings.weights!r} is not readable as safetensors; give a "
-                ".safetensors file, `hub` or `none`"
-            ) from None
+    tensors = _read_published(model, settings)
     classifier: dict[str, Tensor] = {}
     try:
         start = {
@@ -355,6 +336,75 @@ def load_weights(model: Any, settings: BackboneSettings) -> list[str]:
         f"the classifier in backbone.weights ({layer}, {tensor.shape[0]} classes) was left out: "
         "each task has a head of its own"
     ]
+
+
+def _read_published(model: Any, settings: BackboneSettings) -> dict[str, Tensor]:
+    """Read the weights of `settings.weights`, which is not `none`, under their published names.
+
+    Raises:
+        UserError: If they cannot be read.
+    """
+    if settings.weights == "hub":
+        return pretrained.from_hub(settings.name, settings.img_size)
+    path = settings.weights
+    if hub.is_hub_model(path):
+        path = hub.model_file(path, pretrained.WEIGHTS_FILE)
+    try:
+        data = read_regular(path, most_bytes(model))
+    except OSError as error:
+        raise UserError(
+            f"backbone.weights is {settings.weights!r}, which cannot be read "
+            f"({error.strerror}); give a .safetensors file, `hub` or `none`"
+        ) from None
+    try:
+        tensors, _ = load_tensors(data, "weights")
+    except UserError:
+        raise UserError(
+            f"backbone.weights {settings.weights!r} is not readable as safetensors; give a "
+            ".safetensors file, `hub` or `none`"
+        ) from None
+    return tensors
+
+
+def load_head(model: Any, settings: BackboneSettings, task: Task) -> dict[str, Tensor]:
+    """Return the classifier in `settings.weights` as the head of a task.
+
+    Args:
+        model: The backbone, with these weights.
+        settings: Settings of the backbone.
+        task: The task, with the classes of the classifier in the order of its outputs.
+
+    Returns:
+        `weight`, (classes, features), and `bias`, (classes,), in fp32. A classifier without a bias
+        gets zeros.
+
+    Raises:
+        UserError: If the weights have no classifier, or one that is not a linear layer on the
+            features with an output for each class.
+    """
+    tensors = _read_published(model, settings)
+    _, classifier = pretrained.convert_weights(tensors, model, settings.name)
+    where = f"task {task.name!r} has role `pretrained`, and backbone.weights {settings.weights!r}"
+    layers = sorted({name.rpartition(".")[0] for name in classifier})
+    if not layers:
+        raise UserError(
+            f"{where} have no classifier; give weights that were saved with it, or the role `base`"
+        )
+    if len(layers) > 1 or f"{layers[0]}.weight" not in classifier:
+        raise UserError(
+            f"{where} have a classifier of several layers ({', '.join(layers)}); "
+            "give weights with one linear layer"
+        )
+    weight = classifier[f"{layers[0]}.weight"].float()
+    expected = (task.num_classes, model.num_features)
+    if tuple(weight.shape) != expected:
+        raise UserError(
+            f"{where} have a classifier of shape {tuple(weight.shape)}, where {expected} (classes "
+            "of the task, features of the backbone) is expected; list the classes of the "
+            "classifier in the order of its outputs (`classes`, or the card's)"
+        )
+    bias = classifier.get(f"{layers[0]}.bias", torch.zeros(task.num_classes))
+    return {"weight": weight, "bias": bias.float()}
 
 
 def compute_digest(model: nn.Module) -> str:

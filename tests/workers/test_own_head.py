@@ -1,0 +1,92 @@
+"""Role `pretrained`: the classifier in the weights of the backbone is the head of its task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from pipeline.testing.lab import OPTIMIZERS, TINY, Lab, Run, compute_task_logits
+from workers.data.feed import Feed
+from workers.errors import UserError
+from workers.storage.taskstate import TaskState
+
+TRAIN = {**OPTIMIZERS["adamw"], "epochs": 2}
+
+
+def stream(lab: Lab, role: str, scenario: str = "task") -> dict[str, Any]:
+    """Return two tasks, of which the first one has this role."""
+    tasks = [
+        {"card": str(lab.card), "name": "base", "classes": ["0", "1"], "role": role},
+        {"card": str(lab.card), "name": "later", "classes": ["2", "3", "4"]},
+    ]
+    return {"scenario": scenario, "tasks": tasks}
+
+
+def run_with(lab: Lab, method: str, role: str, scenario: str = "task", **rest: Any) -> Run:
+    """Return the run of a method on the two tasks."""
+    sections = {"stream": stream(lab, role, scenario), **rest}
+    return lab.run_of(method, TRAIN, ("base", "later"), {}, scenario, **sections)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Weights that were trained on the base task, with their classifier."""
+    trained = lab.stage(run_with(lab, "linear", "base").jobs["backbone"])
+    tensors = safetensors.torch.load(trained.read("state.safetensors"))
+    head = TaskState.from_bytes(trained.read("task.safetensors")).head
+    tensors |= {f"head.{name}": tensor for name, tensor in head.items()}
+    path = tmp_path_factory.mktemp("weights") / "checkpoint.safetensors"
+    safetensors.torch.save_file(tensors, str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("method", "scenario"), [("linear", "task"), ("meat", "task"), ("lwf", "task"), ("er", "class")]
+)
+def test_answers_are_those_of_a_base_task_with_the_same_weights(
+    lab: Lab, checkpoint: str, method: str, scenario: str
+) -> None:
+    trained = run_with(lab, method, "base", scenario)
+    taken = run_with(
+        lab, method, "pretrained", scenario, backbone={**TINY, "weights": checkpoint}
+    )
+    job = taken.evaluate_job(0)
+    assert job.task is not None
+    images = next(iter(Feed(job, (job.task,), "test", lab.group, training=False).evaluate())).images
+    for position in (0, 1):
+        expected = compute_task_logits(trained.served(position), images, "base")
+        logits = compute_task_logits(taken.served(position), images, "base")
+        assert torch.allclose(logits, expected, atol=1e-5)
+
+
+def test_nothing_is_trained_and_no_image_is_read_for_it(lab: Lab, checkpoint: str) -> None:
+    taken = run_with(lab, "linear", "pretrained", backbone={**TINY, "weights": checkpoint})
+    artifact = lab.stage(taken.jobs["backbone"])
+    assert artifact.manifest["length"] == {}
+    assert artifact.manifest["warnings"] == []
+    assert "history.parquet" not in artifact.manifest["files"]
+    assert not taken.jobs["backbone"].parents
+
+
+def test_random_weights_have_no_task(lab: Lab) -> None:
+    with pytest.raises(UserError, match=r"role `pretrained`, and backbone\.weights is `none`"):
+        run_with(lab, "linear", "pretrained")
+
+
+def test_two_base_tasks_are_refused(lab: Lab, checkpoint: str) -> None:
+    two = stream(lab, "pretrained")
+    two["tasks"][1]["role"] = "base"
+    with pytest.raises(UserError, match="both have role `base` or `pretrained`"):
+        lab.run_of(
+            "linear",
+            TRAIN,
+            ("base", "later"),
+            {},
+            "task",
+            stream=two,
+            backbone={**TINY, "weights": checkpoint},
+        )

@@ -48,7 +48,7 @@ GROUPS = (
         "look at runs", ("runs", "status", "logs", "report", "compare", "analyse", "ui"), "status"
     ),
     CommandGroup("use trained models", ("predict", "bundle", "tasks", "serve"), "predict"),
-    CommandGroup("keep house", ("gc", "completion"), "gc"),
+    CommandGroup("keep house", ("gc", "convert", "completion"), "gc"),
 )
 # command -> example command line, without the name of the program
 EXAMPLES: Mapping[str, str] = {
@@ -78,6 +78,7 @@ EXAMPLES: Mapping[str, str] = {
     "tasks": "tasks model list",
     "serve": "serve model --port 8000",
     "gc": "gc --storage storage",
+    "convert": "convert checkpoint.pth --key model_ema",
     "completion": "completion bash > ~/.local/share/bash-completion/completions/accrete",
 }
 

@@ -1,8 +1,9 @@
-"""The command that deletes results: gc."""
+"""The commands gc and convert: delete results, and convert checkpoints."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -48,6 +49,38 @@ def add_commands(add_command: AddCommand) -> None:
         help="list the results with the time of writing, and delete nothing",
     )
     gc_parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser = add_command(
+        "convert",
+        convert,
+        "convert a pickled checkpoint (.pt, .pth) to safetensors, for backbone.weights; runs no "
+        "code from the checkpoint",
+        config=False,
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="file that `torch.save` wrote")
+    parser.add_argument(
+        "target",
+        nargs="?",
+        default="",
+        metavar="FILE",
+        help="file to write; default: CHECKPOINT with the suffix .safetensors",
+    )
+    parser.add_argument(
+        "--key",
+        default="",
+        help="entry of the checkpoint to take, for example state_dict_ema; default: the only one "
+        "with tensors",
+    )
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Convert a pickled checkpoint to safetensors."""
+    from workers.model.checkpoint_files import convert_checkpoint  # start-up time: imports torch
+
+    conversion = convert_checkpoint(args.checkpoint, args.target, args.key)
+    entry = f" of {conversion.key}" if conversion.key else ""
+    print(f"{conversion.tensors:,} tensors{entry}, {conversion.values:,} values")
+    print(f"use them: --set backbone.weights={shlex.quote(conversion.target)}")
+    return 0
 
 
 def collect_garbage(args: argparse.Namespace) -> int:

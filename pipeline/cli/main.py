@@ -2,8 +2,8 @@
 
 The commands are init, data, run, plan, add, remove, launch, search, reproduce, measure, ingest,
 shards, report, analyse, compare, predict, bundle, serve, tasks, runs, status, logs, ui, gc,
-methods, schema and completion. There are few options; `--set key=value` overrides any setting of a
-config.
+convert, methods, schema and completion. There are few options; `--set key=value` overrides any
+setting of a config.
 
 The help, the version and the error for an unknown command need only the standard library. Each
 command imports the packages that it needs.

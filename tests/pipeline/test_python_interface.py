@@ -437,7 +437,15 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
 ]
 # they are processes, or a matter of the shell, of editors, of a cluster's own tools, and of the
 # documents of a checkout
-ON_THE_COMMAND_LINE_ALONE = {"serve", "ui", "launch", "completion", "schema", "measure"}
+ON_THE_COMMAND_LINE_ALONE = {
+    "serve",
+    "ui",
+    "launch",
+    "completion",
+    "schema",
+    "measure",
+    "convert",
+}
 
 
 def a_search() -> pipeline.SearchExperiment:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,9 +50,7 @@ def test_answers_are_those_of_a_base_task_with_the_same_weights(
     lab: Lab, checkpoint: str, method: str, scenario: str
 ) -> None:
     trained = run_with(lab, method, "base", scenario)
-    taken = run_with(
-        lab, method, "pretrained", scenario, backbone={**TINY, "weights": checkpoint}
-    )
+    taken = run_with(lab, method, "pretrained", scenario, backbone={**TINY, "weights": checkpoint})
     job = taken.evaluate_job(0)
     assert job.task is not None
     images = next(iter(Feed(job, (job.task,), "test", lab.group, training=False).evaluate())).images

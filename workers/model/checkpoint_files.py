@@ -1,0 +1,168 @@
+"""Convert pickled checkpoints of PyTorch (`.pt`, `.pth`, `.bin`) to safetensors.
+
+Only tensors and plain values are unpickled (`torch.load` with `weights_only`), so a checkpoint
+cannot run code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from workers.errors import UserError, describe_error
+
+SUFFIXES = (".pth.tar", ".pth", ".pt", ".bin", ".ckpt")
+# Prefixes of all names that wrappers add: DistributedDataParallel and torch.compile.
+WRAPPERS = ("module.", "_orig_mod.")
+
+
+class Conversion(NamedTuple):
+    """The result of `convert_checkpoint`.
+
+    Attributes:
+        target: Path of the written file.
+        key: Entry of the checkpoint whose tensors were taken, or "" for the checkpoint itself.
+        tensors: Number of tensors.
+        values: Number of values of all tensors.
+    """
+
+    target: str
+    key: str
+    tensors: int
+    values: int
+
+
+def convert_checkpoint(source: str, target: str = "", key: str = "") -> Conversion:
+    """Write the tensors of a pickled checkpoint to a safetensors file.
+
+    Prefixes of wrappers (`WRAPPERS`) that all names have are removed.
+
+    Args:
+        source: Path of the checkpoint.
+        target: Path of the new file. Default: the source with the suffix `.safetensors`.
+        key: Entry with the tensors, for example `state_dict_ema`. Default: the only one.
+
+    Raises:
+        UserError: If the checkpoint cannot be read, has no tensors or several sets of tensors, or
+            the target exists.
+    """
+    target = target or _replace_suffix(source)
+    if os.path.exists(target):
+        raise UserError(f"{target} exists already; remove it, or name another file to write")
+    content = _load(source)
+    key, tensors = _choose_tensors(content, source, key)
+    for wrapper in WRAPPERS:
+        if all(name.startswith(wrapper) for name in tensors):
+            tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
+    # clones, because safetensors refuses tensors that share memory
+    copies = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+    _write(safetensors.torch.save(copies), target)
+    values = sum(tensor.numel() for tensor in copies.values())
+    return Conversion(target, key, len(copies), values)
+
+
+def _replace_suffix(source: str) -> str:
+    for suffix in SUFFIXES:
+        if source.endswith(suffix):
+            return source.removesuffix(suffix) + ".safetensors"
+    return source + ".safetensors"
+
+
+def _load(source: str) -> Any:
+    """Unpickle tensors and plain values.
+
+    Raises:
+        UserError: If this is not possible.
+    """
+    remedy = "give a file that `torch.save` wrote from a `state_dict`"
+    try:
+        _refuse_compressed(source, remedy)
+        # argparse's namespace of settings is common in checkpoints, and harmless
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(source, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"{source} cannot be read ({error.strerror}); {remedy}") from None
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{source} contains more than tensors and plain values, and loading it could run code; "
+            f"{remedy}"
+        ) from None
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
+        reason = describe_error(error, only_first_line=True)
+        raise UserError(f"{source} is not a checkpoint of PyTorch ({reason}); {remedy}") from None
+
+
+def _refuse_compressed(source: str, remedy: str) -> None:
+    """Raise `UserError` for compressed entries. PyTorch writes none, and they can be huge."""
+    if not zipfile.is_zipfile(source):
+        return
+    try:
+        with zipfile.ZipFile(source) as archive:
+            is_stored = all(i.compress_type == zipfile.ZIP_STORED for i in archive.infolist())
+    except zipfile.BadZipFile as error:
+        raise UserError(f"{source} is not a checkpoint of PyTorch ({error}); {remedy}") from None
+    if not is_stored:
+        raise UserError(f"{source} has compressed entries, which PyTorch does not write; {remedy}")
+
+
+def _choose_tensors(content: Any, source: str, key: str) -> tuple[str, dict[str, Tensor]]:
+    """Return the chosen entry of a checkpoint and its tensors by name.
+
+    Raises:
+        UserError: If there is no such entry, or several and `key` names none.
+    """
+    if not key and _is_state(content):
+        return "", dict(content)
+    entries = content if isinstance(content, Mapping) else {}
+    found = [str(name) for name, value in entries.items() if _is_state(value)]
+    if key and key not in found:
+        among = ", ".join(found) or "none"
+        raise UserError(f"{source} has no entry {key!r} of tensors by name; those are: {among}")
+    if not found:
+        raise UserError(f"{source} has no entry of tensors by name; save a `state_dict`")
+    if not key and len(found) > 1:
+        raise UserError(
+            f"{source} has several entries of tensors by name ({', '.join(found)}); choose one "
+            f"with --key, as in --key {found[0]}"
+        )
+    key = key or found[0]
+    return key, dict(entries[key])
+
+
+def _is_state(value: Any) -> bool:
+    """Return whether a value is a `state_dict`: names and tensors, at least one."""
+    if not isinstance(value, Mapping) or not value:
+        return False
+    return all(isinstance(n, str) and isinstance(t, Tensor) for n, t in value.items())
+
+
+def _write(data: bytes, target: str) -> None:
+    """Write a new file, whole or not at all.
+
+    Raises:
+        UserError: If it cannot be written.
+    """
+    folder = Path(target).absolute().parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
+            try:
+                part.write(data)
+                part.close()
+                os.replace(part.name, target)
+            except BaseException:
+                os.unlink(part.name)
+                raise
+    except OSError as error:
+        raise UserError(
+            f"{target} cannot be written ({error.strerror}); name a file in a folder that exists"
+        ) from None

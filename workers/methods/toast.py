@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -40,6 +40,9 @@ from workers.storage.taskstate import Carried, TaskState
 MAX_FIRST_PASS_BYTES = 1 << 30
 
 
+START_DEVIATION = 0.02  # of random feedback layers
+
+
 class ToastSettings(MethodSettings):
     """Settings of `toast`."""
 
@@ -52,6 +55,12 @@ class ToastSettings(MethodSettings):
         0,
         description="number of blocks (ConvNeXt: stages) at the input that get no feedback; "
         "above 0: late feedback",
+    )
+    start: Annotated[Literal["identity", "random"], Neutral("identity")] = Field(
+        "identity",
+        description="feedback layers before any tuning: `identity`: W1 = I and W2 = 0, so that "
+        "there is no feedback yet; `random`: normal numbers with standard deviation 0.02, as in "
+        "the released code, which steer the second pass from the first step on",
     )
     select_tokens: Annotated[bool, Neutral(True)] = Field(
         True,
@@ -113,8 +122,8 @@ class Toast(Method[S]):
       would train only the head.
     - Before any tuning W1 = I and W2 = 0, so a task starts as the backbone, and feedback can reach
       every block. xi is the mean token of a noise image, which has a positive cosine with tokens of
-      any image. The code starts from random numbers (std 0.02), which fade on their way down, and
-      disturb the backbone until they are tuned.
+      any image. The code starts from random numbers (std 0.02; `start: random`), which fade on
+      their way down, and disturb the backbone until they are tuned.
     - If a family of ViTs has separate parameters for the biases of values, they are added after the
       fused product: equal except for rounding.
     - On a ConvNeXt the map after the last stage is fed back raw, and selected by its cosine after
@@ -201,7 +210,13 @@ class Toast(Method[S]):
 
         `begin` adds the prior if it is missing. `load_carried` replaces all tensors.
         """
-        return self.top_down.fresh()
+        if self.settings.start == "identity":
+            return self.top_down.fresh()
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "toast feedback"))
+        return {
+            name: (START_DEVIATION * torch.randn(tensor.shape, generator=generator)).to(tensor)
+            for name, tensor in self.top_down.fresh().items()
+        }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the feedback tensors that a task trains and stores, by name."""

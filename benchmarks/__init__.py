@@ -1,1 +1,1 @@
-"""Side-by-side measurements that print ratios: `python -m benchmarks.NAME`."""
+"""Benchmarks that compare implementations and print ratios: `python -m benchmarks.NAME`."""

@@ -1,10 +1,12 @@
 """Compare augmentation after the crop with torchvision's v2 transforms.
 
-`python -m benchmarks.augment`; batches of generated images on the CPU, one thread, about a minute.
-Both sides flip, RandAugment by two operations, normalise, erase and mix (mixup and cutmix). They
-draw other random numbers, so that only shapes are compared: `tests/workers/test_augment.py` holds
-operations to Pillow's. torchvision starts from Pillow images, one by one, as its users' loaders do,
-the feed's side from a decoded batch.
+Command: `python -m benchmarks.augment`. It takes about a minute and uses batches of generated
+images on the CPU, with one thread.
+
+Both sides flip, apply RandAugment with two operations, normalise, erase, and mix (mixup and
+cutmix). They draw different random numbers, so only the shapes of the results are compared;
+`tests/workers/test_augment.py` compares the operations with Pillow's. torchvision processes Pillow
+images one by one, as in a usual data loader. The feed's augmentation processes a decoded batch.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def pictures(side: int, batch: int) -> Tensor:
 
 
 class Ours:
-    """The augmentation of the feed, with the numbers of another step at each call."""
+    """The augmentation of the feed. Each call uses the random numbers of the next step."""
 
     def __init__(self, pixels: Tensor, labels: Tensor, backbone: BackboneSettings):
         self.pixels = pixels
@@ -55,7 +57,7 @@ class Ours:
 
 
 class Torchvision:
-    """The same recipe of torchvision's v2 transforms."""
+    """The same recipe with torchvision's v2 transforms."""
 
     def __init__(self, pixels: Tensor, labels: Tensor, backbone: BackboneSettings):
         self.images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in pixels]
@@ -82,13 +84,13 @@ class Torchvision:
 
 
 def several(side: Ours | Torchvision, batches: int = 4) -> None:
-    """Make some batches."""
+    """Compute `batches` batches."""
     for _ in range(batches):
         side.batch()
 
 
 def main() -> None:
-    """Compare both at the sides of CIFAR, of tiny and of usual ImageNet."""
+    """Compare both at each image size in SIZES."""
     start()
     report = Report()
     for side, size in SIZES.items():

@@ -1,9 +1,11 @@
-"""Compare three parts of DyTox with their plain forms: task attention for all tokens at once with
-a loop over tokens, ConViT's attention with one table of positions with a table per image, and
-herding by one product per pick with trying every image.
+"""Compare three parts of DyTox with straightforward implementations.
 
-`python -m benchmarks.dytox`; width 384, 12 heads, 32 px images in patches of 4, batch of 16, one
-thread, about three minutes.
+- Task attention: all task tokens at once, against a loop over tokens.
+- ConViT's attention: one table of relative positions, against a table per image.
+- Herding: one matrix-vector product per selected image, against trying every image.
+
+Command: `python -m benchmarks.dytox`. It takes about three minutes, with width 384, 12 heads,
+images of 32 px in patches of 4 px, a batch of 16 and one thread.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from workers.model.task_attention import TaskAttention, TokenHead, TokenNetwork
 from workers.model.vit import build
 
 BATCH, CLASSES = 16, 100
-# Number of tasks -> least ratio of a training step with the loop to one at once.
+# Number of tasks -> minimum ratio of the time of a training step: loop / all tokens at once.
 DEMANDS = {10: 1.25, 50: 2.2}
-GROWTH = 1.25  # most that a step with 50 tokens costs, relative to one with 1
+GROWTH = 1.25  # maximum cost of a step with 50 tokens, relative to a step with 1
 
 
 class Looped(TokenNetwork):
@@ -65,7 +67,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def build_networks(tasks: int) -> tuple[TokenNetwork, Looped]:
-    """Return the network of so many tasks in both forms; they share their parameters."""
+    """Return the network for `tasks` tasks in both forms, which share their parameters."""
     torch.manual_seed(0)
     encoder = build(BackboneSettings(name="convit_local", img_size=32, weights="none"))
     heads = [TokenHead(384, CLASSES // tasks) for _ in range(tasks)]
@@ -107,9 +109,9 @@ def backward(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
 
 
 def naive_herding(features: Tensor, count: int) -> list[int]:
-    """Return the rows that herding picks from features, (images, D).
+    """Return the rows that herding selects from features, (images, D).
 
-    Each pick tries every unused image and measures the distance of the new mean.
+    Each selection tries every unused image and computes the distance of the new mean.
     """
     unit = normalise(features)
     mean = unit.mean(0)
@@ -126,7 +128,7 @@ def naive_herding(features: Tensor, count: int) -> list[int]:
 
 
 def compare_token_attention(report: Report) -> None:
-    """Compare training steps with all tokens at once and with a loop over them."""
+    """Compare training steps that process all tokens at once with steps that loop over tokens."""
     images = torch.randn(BATCH, 3, 32, 32)
     labels = torch.randint(0, CLASSES, (BATCH,))
     steps: dict[str, Any] = {}
@@ -156,7 +158,7 @@ def compare_token_attention(report: Report) -> None:
 
 
 def compare_gated_attention(report: Report) -> None:
-    """Compare ConViT's attention with one table of positions and with one per image."""
+    """Compare ConViT's attention with one table of positions and with a table per image."""
     encoder: Any = build(BackboneSettings(name="convit_local", img_size=32, weights="none"))
     layer: GatedAttention = encoder.blocks[2].attn
     x = torch.randn(BATCH, 64, 384)
@@ -181,7 +183,7 @@ def compare_gated_attention(report: Report) -> None:
 
 
 def compare_herding(report: Report) -> None:
-    """Compare herding by one product per pick with trying every image."""
+    """Compare herding by one product per selected image with trying every image."""
     features = torch.randn(500, 384)
     generator = torch.Generator()
     report.equal(
@@ -205,7 +207,7 @@ def compare_herding(report: Report) -> None:
 
 
 def main() -> None:
-    """Compare the three parts, results first and then times."""
+    """Compare the results and then the times of the three parts."""
     start()
     report = Report()
     compare_token_attention(report)

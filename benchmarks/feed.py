@@ -1,19 +1,22 @@
 """Compare the feed with WebDataset, Pillow and torchvision's transforms over the same shards.
 
-`python -m benchmarks.feed --side 32`; sides 32 (from JPEG of 32 px), 128 (from 128) and 224 (from
-400), all three without an option; about a minute each. Generated images, random resized crops of 8
-to 100 % of the area, flips, normalised float batches in one process on one CPU, with one thread of
-PyTorch and one that decodes: threads on two hardware threads of a core would slow each other, and
-the CPU time of loader processes would not be counted (`benchmarks/feed_cores.py` has them). With
-`--recipe` both sides also apply RandAugment, erasing, mixup and cutmix, with other random numbers.
-Of torchvision's transforms, those on Pillow images and those on tensors are measured, and the
-faster ones compared with. That both sides give the same pixels of the same boxes is checked first,
-without the recipe.
+Command: `python -m benchmarks.feed --side 32`. Sides are 32 (from JPEG images of 32 px), 128 (from
+128 px) and 224 (from 400 px); without `--side`, all three are measured, each in about a minute.
 
-The feed shuffles and verifies all records in a streamed and in a first epoch, which also writes the
-decoded images to a fresh cache; WebDataset shuffles in a buffer. The cache of the first epoch
-before is deleted first, which is not measured, so that the machine has pages of memory for the new
-file: on a virtual machine the first use of a page costs several times as much as writing to it.
+Both sides read generated images and yield normalised float batches of random resized crops (8 to
+100 % of the area) with flips. One process runs on one CPU, with one PyTorch thread and one decoding
+thread: threads on two hardware threads of a core would slow each other down, and the CPU time of
+loader processes would not be counted (`benchmarks/feed_cores.py` measures them). With `--recipe`,
+both sides also apply RandAugment, erasing, mixup and cutmix, with different random numbers.
+torchvision's transforms are measured on Pillow images and on tensors, and the feed is compared with
+the faster variant. Before the measurement, without the recipe, the benchmark checks that both sides
+produce the same pixels for the same crop boxes.
+
+In a streamed epoch and in a first epoch, the feed shuffles and verifies all records. A first epoch
+also writes the decoded images to an empty cache. WebDataset shuffles in a buffer. Before each
+measured first epoch, the cache of the previous one is deleted, so that the machine has memory pages
+for the new file: on a virtual machine, the first use of a page costs several times as much as
+writing to it. The deletion is not measured.
 """
 
 from __future__ import annotations
@@ -47,17 +50,23 @@ from workers.storage.artifact import Artifact
 
 CLASSES, SHUFFLE, DECODED = 10, 1000, 64
 SCALE = (0.08, 1.0)
-# settings of `data` beside the crop, with --recipe
+# further `data` settings with --recipe
 RECIPE: dict[str, Any] = {"randaugment": 2, "erase": 0.25, "mixup": 0.8, "cutmix": 1.0}
-SAME_PIXELS = 2 / 255  # mean difference of crops with the same boxes
+SAME_PIXELS = 2 / 255  # maximum mean difference between crops with the same boxes
 
 
 @dataclass(frozen=True)
 class Case:
-    """source_side: of the images in the shards, in pixels. images: of each class. batch_size: no
-    more than 32 MB of floats, above which every batch costs both sides new pages of memory.
-    streamed, later: how many times as fast as by hand a streamed or first epoch, and later ones,
-    must be."""
+    """Sizes and required speedups at one input side.
+
+    Attributes:
+        source_side: Side of the images in the shards in pixels.
+        images: Number of images per class.
+        batch_size: Images per batch; at most 32 MB of floats, because above that every batch needs
+            new memory pages on both sides.
+        streamed: Required speedup of a streamed or first epoch over the hand-written pipeline.
+        later: Required speedup of later epochs.
+    """
 
     source_side: int
     images: int
@@ -80,7 +89,7 @@ def by_hand(
     batch_size: int,
     has_recipe: bool,
 ) -> Iterator[Tensor]:
-    """Yield float batches (b, 3, side, side) as a user of WebDataset writes it."""
+    """Yield float batches (b, 3, side, side) from a pipeline as WebDataset users write it."""
     mixup = v2.MixUp(alpha=RECIPE["mixup"], num_classes=CLASSES)
     cutmix = v2.CutMix(alpha=RECIPE["cutmix"], num_classes=CLASSES)
     mix = v2.RandomChoice([mixup, cutmix])
@@ -106,7 +115,7 @@ def collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
 
 
 def transforms(side: int, job: StageJob, has_recipe: bool) -> dict[str, v2.Compose]:
-    """Return torchvision's transforms on Pillow images, and on tensors."""
+    """Return torchvision's transforms for Pillow images and for tensors."""
     crops = [v2.RandomResizedCrop(side, SCALE, antialias=True), v2.RandomHorizontalFlip()]
     if has_recipe:
         crops.append(v2.RandAugment(RECIPE["randaugment"], int(job.data.magnitude)))
@@ -125,7 +134,7 @@ def transforms(side: int, job: StageJob, has_recipe: bool) -> dict[str, v2.Compo
 
 
 def make_feed(job: StageJob, **data: Any) -> Feed:
-    """Return the training feed of a job with some settings of `data`."""
+    """Return the training feed of a job with changed `data` settings."""
     assert job.task is not None
     changed = replace(job, data=job.data.model_copy(update=data))
     return Feed(changed, (job.task,), "train", dist.Group(), training=True)
@@ -138,12 +147,13 @@ def epoch(feed: Feed) -> Iterator[Tensor]:
 
 
 def exhaust(batches: Iterable[Tensor]) -> int:
-    """Read all batches; return the number of their images."""
+    """Read all batches and return the number of images."""
     return sum(len(batch) for batch in batches)
 
 
 def expected_batch(feed: Feed) -> Tensor:
-    """Return the first batch of an epoch by Pillow and torchvision, with the feed's boxes."""
+    """Return the first batch of an epoch, computed by Pillow and torchvision with the feed's crop
+    boxes."""
     order = feed.deal.epoch(0)
     positions = np.arange(order.size(0))
     rng = feed._rng(0, 0, torch.from_numpy(positions), order.size(0))
@@ -161,7 +171,7 @@ def expected_batch(feed: Feed) -> Tensor:
 
 
 def check_pixels(report: Report, feeds: dict[str, Feed]) -> None:
-    """Demand torchvision's pixels of the same boxes, and the same bits from both feeds."""
+    """Check that both feeds yield identical pixels, close to torchvision's for the same boxes."""
     expected = expected_batch(feeds["streamed"])
     batches = {name: next(epoch(feed)) for name, feed in feeds.items()}
     report.equal("resident and streamed", batches["resident"], batches["streamed"], atol=0)
@@ -172,15 +182,15 @@ def check_pixels(report: Report, feeds: dict[str, Feed]) -> None:
 
 
 def compare_decoders(report: Report, feed: Feed, source_side: int) -> None:
-    """Print how long decoders of JPEG take, whole and at half and a quarter of the sides."""
+    """Compare the time of JPEG decoders at the full, half and quarter side length."""
     records = [feed.samples.read_bytes(row) for row in range(DECODED)]
     buffers = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in records]
 
-    def simplejpeg_at(scale: int) -> None:
+    def decode_with_simplejpeg(scale: int) -> None:
         for data in records:
             read_picture(data, source_side // scale)
 
-    def pillow_at(scale: int) -> None:
+    def decode_with_pillow(scale: int) -> None:
         for data in records:
             image = Image.open(io.BytesIO(data))
             image.draft(None, (source_side // scale, source_side // scale))
@@ -192,8 +202,8 @@ def compare_decoders(report: Report, feed: Feed, source_side: int) -> None:
 
     variants: dict[str, Callable[[], None]] = {"torchvision.io 1": torchvision_whole}
     for scale in (1, 2, 4):
-        variants[f"simplejpeg {scale}"] = partial(simplejpeg_at, scale)
-        variants[f"Pillow {scale}"] = partial(pillow_at, scale)
+        variants[f"simplejpeg {scale}"] = partial(decode_with_simplejpeg, scale)
+        variants[f"Pillow {scale}"] = partial(decode_with_pillow, scale)
     timing = interleave(variants, rounds=5)
     for slow in ("torchvision.io 1", "Pillow 1", "Pillow 2", "Pillow 4"):
         name, part = slow.split(" ")
@@ -202,7 +212,7 @@ def compare_decoders(report: Report, feed: Feed, source_side: int) -> None:
 
 
 def measure(side: int, case: Case, report: Report, folder: Path, has_recipe: bool) -> None:
-    """Compare pixels, then times, at one side."""
+    """Compare pixels and then times at one side."""
     card = stream.draw_images(
         folder, CLASSES, case.images, 1, sides=(case.source_side,), suffixes=(".jpg",)
     )
@@ -217,7 +227,7 @@ def measure(side: int, case: Case, report: Report, folder: Path, has_recipe: boo
         cluster={"loader_workers": 0},
     )
     stream.ingest(store, graph)
-    job = stream.job_of(graph, "linear/t-0/train")
+    job = stream.find_job(graph, "linear/t-0/train")
     assert job.task is not None
     classes = job.task.classes
     data = Artifact.need(job.root, graph["data/generated"].key)
@@ -259,7 +269,7 @@ def measure(side: int, case: Case, report: Report, folder: Path, has_recipe: boo
     if has_recipe:
         what += ", RandAugment, erasing and mixing"
     for name in ("streamed", "first epoch", "later epochs, resident"):
-        if has_recipe and name.startswith("later"):  # nothing is demanded
+        if has_recipe and name.startswith("later"):  # measured without a requirement
             report.note(f"{name}, {what}", f"{timing.ratio(best, name):.2f}x")
             continue
         demand = case.later if name.startswith("later") else case.streamed
@@ -270,7 +280,7 @@ def measure(side: int, case: Case, report: Report, folder: Path, has_recipe: boo
 
 
 def main() -> None:
-    """Measure one side, or all of them."""
+    """Measure one side or all sides."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--side", type=int, choices=CASES, help="of the input, in pixels")
     parser.add_argument(

@@ -1,10 +1,13 @@
-"""Simulate the feed of ImageNet-21k on a cluster, without its pixels: 13 million rows in 21,841
-shards, one of each class, dealt to 64 nodes of 8 ranks.
+"""Simulate the feed of ImageNet-21k on a cluster, without its pixels.
 
-`python -m benchmarks.feed_cluster`; about 25 seconds and 2 GB of memory. The order, its ranges, the
-requests and the node's cache are those that the feed computes, for two nodes of the 64 (the others
-differ by their streams alone). CPU times are measured on one core with made-up photographs. What a
-network and a bucket do is assumed, and printed beside what follows from it.
+The data set has 13 million rows in 21,841 shards, one per class, for 64 nodes of 8 ranks.
+
+Command: `python -m benchmarks.feed_cluster`. It takes about 25 seconds and 2 GB of memory.
+
+The order, the byte ranges and the requests are computed by the code of the feed, for two of the 64
+nodes (the other nodes differ only in their streams). The cache of a node is simulated. CPU times
+are measured on one core with generated images of the size of photographs. The speeds of the network
+and the bucket are assumptions, which are printed with the results.
 """
 
 from __future__ import annotations
@@ -48,28 +51,33 @@ ROWS, SHARDS, NODES, RANKS, CORES = 13_000_000, 21_841, 64, 8, 16
 BATCH = 4096  # global: 8 images of each of 512 ranks
 SAMPLED_NODES = (0, 37)
 EPOCHS = 8
-CACHES_GIB = (50, 500, 2000)  # the default of cluster.cache_gb, a large disk, all shards
+CACHES_GIB = (50, 500, 2000)  # the default of cluster.cache_gb; a large disk; all shards
 BYTES_DEMAND = 1.1  # bytes that a node reads in an epoch / its share
-# Assumed of the network and the bucket.
-NODE_GBIT = 10.0  # of a node's network card
+# Assumptions about the network and the bucket.
+NODE_GBIT = 10.0  # speed of a node's network card
 FIRST_BYTE_S = 0.1  # from a request to its first byte
-CONNECTION_MB = 85.0  # per second of one connection
-# The photographs that are read and decoded.
+CONNECTION_MB = 85.0  # per second and connection
+# Generated photographs that are read and decoded.
 WIDTH, HEIGHT, QUALITY, GRAIN, SIDE = 500, 375, 92, 24, 224
 
-INDEX_ROWS, CLASS_ROWS = 1_300_000, 1000  # of an index that a rank reads
+INDEX_ROWS, CLASS_ROWS = 1_300_000, 1000  # size of the index that a rank reads
 SHARD_BYTES = 200_000_000
 
 
 class ByteRanges(NamedTuple):
-    """What is fetched by one request. of_row: (n,) the range of each row. sizes: (m,) bytes."""
+    """Byte ranges of shards; each is fetched by one request.
+
+    Attributes:
+        of_row: (n,) number of the range that contains each row.
+        sizes: (m,) bytes of each range.
+    """
 
     of_row: np.ndarray
     sizes: Ints
 
 
 class CpuCosts(NamedTuple):
-    """Seconds of one core for one image."""
+    """Seconds of one core per image."""
 
     order: float
     read: float
@@ -77,20 +85,22 @@ class CpuCosts(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Seconds of an image from its position in the batch to its pixels."""
+        """Seconds per image, from its position in the batch to its pixels."""
         return self.order + self.read + self.decode
 
 
 class NodeCache:
-    """Which ranges lie in a node's cache, and when they make room: see `workers/data/cache.py`."""
+    """Simulate which ranges are in a node's cache. Evicts like `workers/data/cache.py`."""
 
     def __init__(self, limit: int):
         self.limit = limit
         self.used = 0
-        self.sizes: OrderedDict[int, int] = OrderedDict()  # range -> bytes, the latest last
+        self.sizes: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # range -> bytes, least recently used first
 
     def find_or_add(self, number: int, size: int) -> bool:
-        """Return whether a range was there. It is there afterwards, and the one used last."""
+        """Return whether a range was in the cache. Add it if not, and mark it as used last."""
         if number in self.sizes:
             self.sizes.move_to_end(number)
             return True
@@ -113,7 +123,7 @@ def cut(deal: Deal, index: Locations) -> ByteRanges:
     return ByteRanges(of_row, ends - index.offsets[firsts])
 
 
-def streams_of(node: int, deal: Deal) -> list[int]:
+def list_streams(node: int, deal: Deal) -> list[int]:
     """Return the streams that the ranks of a node read."""
     first = node * RANKS
     ranks = range(first, first + RANKS)
@@ -121,10 +131,10 @@ def streams_of(node: int, deal: Deal) -> list[int]:
 
 
 def ranges_of_node(order: EpochOrder, node: int, ranges: ByteRanges) -> list[int]:
-    """Return the ranges that a node reads in an epoch, once each, in the order of first use."""
+    """Return the ranges that a node reads in an epoch, without repeats, in order of first use."""
     used: list[Ints] = []
     first_uses: list[Ints] = []
-    for stream in streams_of(node, order.deal):
+    for stream in list_streams(node, order.deal):
         of_row = ranges.of_row[rows_of_stream(order, stream)]
         of_stream, first_use = np.unique(of_row, return_index=True)
         used.append(of_stream)
@@ -134,9 +144,10 @@ def ranges_of_node(order: EpochOrder, node: int, ranges: ByteRanges) -> list[int
 
 
 def measure_order(report: Report, index: Locations) -> tuple[Deal, ByteRanges, float]:
-    """Time and memory of what one rank of 512 computes.
+    """Measure the time and memory that one rank of 512 needs for the order.
 
-    Return the deal, the ranges of its runs, and seconds of the order in an epoch.
+    Returns:
+        The deal, the ranges of its runs, and the seconds to compute the order of an epoch.
     """
     began = time.process_time()
     deal = make_deal(index.sizes, BATCH)
@@ -161,7 +172,7 @@ def measure_order(report: Report, index: Locations) -> tuple[Deal, ByteRanges, f
 
 
 def write_index(folder: Path, key: str) -> None:
-    """Write an artifact without pixels: an index of INDEX_ROWS rows, a shard for each class."""
+    """Write an artifact without pixels: an index of INDEX_ROWS rows with a shard per class."""
     generator = np.random.default_rng(0)
     attempt = Attempt(str(folder), key)
     tables = []
@@ -192,10 +203,10 @@ def write_index(folder: Path, key: str) -> None:
 
 
 def measure_index(report: Report) -> None:
-    """Time and memory of a rank that selects the samples of a task from an index."""
+    """Measure the time and memory of a rank that selects the samples of a task from an index."""
     pool = pa.default_memory_pool()
     with tempfile.TemporaryDirectory() as folder:
-        pa.set_memory_pool(pa.system_memory_pool())  # which is not measured
+        pa.set_memory_pool(pa.system_memory_pool())  # excludes the writing from the measured memory
         write_index(Path(folder), "index")
         pa.set_memory_pool(pool)
         stored = Artifact.need(folder, "index").manifest["files"][INDEX]["bytes"]
@@ -210,7 +221,9 @@ def measure_index(report: Report) -> None:
             locations = samples.locations
             arrays = (samples.labels, samples.tasks, locations.shards)
             kept = samples.table.nbytes + sum(array.nbytes for array in arrays)
-            peak = pool.max_memory() - before + stored  # of this or a smaller task
+            peak = (
+                pool.max_memory() - before + stored
+            )  # maximum over this task and the smaller tasks before it
             report.note(
                 f"the rows of {count} of its {num_classes} classes, in each rank",
                 f"{seconds:.2f} s of one core; at most {peak / 1e6:.0f} MB, "
@@ -220,7 +233,7 @@ def measure_index(report: Report) -> None:
 
 
 def measure_requests(report: Report, deal: Deal, ranges: ByteRanges) -> tuple[float, float]:
-    """Bytes and requests of the sampled nodes; return those of a node in an epoch on average."""
+    """Count the bytes and requests of the sampled nodes in an epoch; return the mean of each."""
     share = int(ranges.sizes.sum()) / NODES
     all_bytes: list[int] = []
     all_requests: list[int] = []
@@ -246,7 +259,7 @@ def measure_requests(report: Report, deal: Deal, ranges: ByteRanges) -> tuple[fl
 
 
 def measure_cache(report: Report, deal: Deal, ranges: ByteRanges) -> None:
-    """The share of ranges that a node has in its cache; streams are dealt again each epoch."""
+    """Measure the share of ranges that a node finds in its cache. Each epoch has new streams."""
     node = SAMPLED_NODES[0]
     caches = {size: NodeCache(size << 30) for size in CACHES_GIB}
     shares: dict[int, list[float]] = {size: [] for size in CACHES_GIB}
@@ -265,7 +278,7 @@ def measure_cache(report: Report, deal: Deal, ranges: ByteRanges) -> None:
 
 
 def photographs() -> Iterator[bytes]:
-    """Yield JPEG images of about 110 kB, as those of ImageNet are on average."""
+    """Yield JPEG images of about 110 kB, the average size in ImageNet."""
     for number in range(DISTINCT):
         generator = np.random.default_rng(number)
         coarse = generator.integers(0, 256, (12, 16, 3), np.uint8)
@@ -278,7 +291,7 @@ def photographs() -> Iterator[bytes]:
 
 
 def cpu_seconds(call: Callable[[int], object], rows: range) -> float:
-    """Return the median of three rounds: CPU seconds of a call for one row."""
+    """Return the CPU seconds of a call for one row, as the median of three rounds."""
     rounds = []
     for _ in range(3):
         began = time.process_time()
@@ -289,7 +302,7 @@ def cpu_seconds(call: Callable[[int], object], rows: range) -> float:
 
 
 def measure_cpu(report: Report, epoch_s: float) -> CpuCosts:
-    """CPU seconds of an image: its place in the order, its bytes and digest, its pixels."""
+    """Measure the CPU seconds per image of the order, of reading with digest, and of decoding."""
     with tempfile.TemporaryDirectory() as folder:
         records = list(photographs())
         write_store(Path(folder), "photographs", 1000, records, "jpg")
@@ -316,7 +329,7 @@ def decode_record(samples: SampleTable, row: int) -> np.ndarray:
 
 
 def report_rates(report: Report, costs: CpuCosts, node_bytes: float, node_requests: float) -> None:
-    """What a node can feed, by its cores, its network and its requests."""
+    """Report the rate of a node as limited by its cores, its network and its requests."""
     images = ROWS / NODES
     by_cores = CORES / costs.total
     by_network = NODE_GBIT * 1e9 / 8 / (node_bytes / images)
@@ -346,7 +359,7 @@ def report_rates(report: Report, costs: CpuCosts, node_bytes: float, node_reques
 
 
 def main() -> None:
-    """Print the order, the requests, the cache, then what a node can feed."""
+    """Measure the order, the requests and the cache, then report the rate of a node."""
     start()
     report = Report()
     index = made_up_index(ROWS, SHARDS)

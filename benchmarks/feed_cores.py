@@ -1,16 +1,17 @@
-"""Measure how the feed uses cores: images a second on one core and on two, and for how long it
-holds the interpreter lock of the process that trains.
+"""Measure the images per second of the feed on one and on two cores, and how long it holds the
+interpreter lock of the training process.
 
-`python -m benchmarks.feed_cores --side 224`; sides 32, 128 and 224, all three without an option;
-about a minute each on two idle cores. Random resized crops and flips of 2,048 JPEG files of 256 px
-in a steady stream, `streamed` (decoded in every epoch) and `kept` (decoded once), with two loader
-processes.
+Command: `python -m benchmarks.feed_cores --side 224`. Sides are 32, 128 and 224; without `--side`,
+all three are measured, each in about a minute on two idle cores. The feed makes random resized
+crops and flips of 2,048 JPEG files of 256 px with two loader processes. The images are `streamed`
+(decoded in every epoch) or `kept` (decoded once).
 
-*One core and two*: wall time of whole epochs with all processes and threads pinned to one core, and
-to two. *Lock*: another process, on a core of its own, reads a million times a second whether a
-thread of this one holds the lock; the threads of the feed and the loaders have the other core.
-*Memory*: what a loader has for itself.
-*DataLoader*: torch's own with a process for each core, Pillow and torchvision's transforms.
+- One core and two: wall time of whole epochs, with all processes and threads pinned to one core and
+  then to two.
+- Lock: a separate process on its own core reads about a million times per second whether a thread
+  of this process holds the lock. The threads of the feed and the loaders run on the other core.
+- Memory: private memory of a loader.
+- DataLoader: torch's DataLoader with a process per core, Pillow and torchvision's transforms.
 """
 
 from __future__ import annotations
@@ -46,15 +47,17 @@ LOADERS = 2
 ROUNDS = 3
 START_TIMEOUT_S = 60.0
 LOWEST_PRIORITY = 19
-RARE_INTERVAL_US = 987_654_321  # between two switches of threads
-RUNTIME_BYTES = 100_000  # of the state of CPython that are searched
-MIN_SPEEDUP = 1.85  # of two cores over one
-MAX_LOCK_S = 15e-6  # for an image
+RARE_INTERVAL_US = (
+    987_654_321  # switch interval of the interpreter, a value that occurs nowhere else
+)
+RUNTIME_BYTES = 100_000  # searched part of CPython's runtime state
+MIN_SPEEDUP = 1.85  # two cores over one
+MAX_LOCK_S = 15e-6  # per image
 MAX_LOADER_MIB = 60
 
 
 class Files(Dataset[Tensor]):
-    """The image files of a folder as a user of torch reads them."""
+    """The image files of a folder, as a torch data set."""
 
     def __init__(self, folder: Path, transform: v2.Compose):
         self.paths = sorted(folder.glob("train/*/*.jpg"))
@@ -70,7 +73,7 @@ class Files(Dataset[Tensor]):
 
 
 def make_data_loader(folder: Path, job: StageJob) -> DataLoader[Tensor]:
-    """Return torch's loader of the same images, with a process for each core."""
+    """Return a torch DataLoader over the same images, with a process per core."""
     settings = job.backbone_settings
     transform = v2.Compose(
         [
@@ -87,7 +90,7 @@ def make_data_loader(folder: Path, job: StageJob) -> DataLoader[Tensor]:
 
 
 def make_feed(folder: Path, side: int, kept: bool) -> tuple[Feed, StageJob]:
-    """Return the training feed of one task, and its job."""
+    """Return the training feed of one task and its job."""
     card = str(folder / "card.yaml")
     if not (folder / "raw").exists():
         stream.draw_images(
@@ -105,28 +108,28 @@ def make_feed(folder: Path, side: int, kept: bool) -> tuple[Feed, StageJob]:
         cluster={"workers": 0, "loader_workers": LOADERS},
     )
     stream.ingest(store, graph)
-    job = stream.job_of(graph, "finetune/t/train")
+    job = stream.find_job(graph, "finetune/t/train")
     assert job.task is not None
     return Feed(job, (job.task,), "train", dist.Group(), training=True), job
 
 
 def exhaust(feed: Feed, epochs: Iterator[int]) -> float:
-    """Read an epoch; return images a second."""
+    """Read an epoch and return the images per second."""
     began = time.perf_counter()
     count = sum(len(batch) for batches in feed.epoch(next(epochs)) for batch in batches)
     return count / (time.perf_counter() - began)
 
 
 def pin(cores: set[int]) -> None:
-    """Let all threads of this process and of its children run on some cores alone."""
+    """Pin all threads of this process and of its descendants to `cores`."""
     for pid in family(os.getpid()):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(ProcessLookupError):  # threads of an epoch end with it
+            with suppress(ProcessLookupError):  # the threads of an epoch end with the epoch
                 os.sched_setaffinity(int(thread), cores)
 
 
 def family(pid: int) -> list[int]:
-    """Return a process and all that it started."""
+    """Return the ids of a process and of its descendants."""
     pids = [pid]
     for thread in os.listdir(f"/proc/{pid}/task"):
         children = Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
@@ -138,8 +141,8 @@ def family(pid: int) -> list[int]:
 def find_lock() -> int:
     """Return the address of the integer that is 1 while a thread holds the interpreter lock.
 
-    In CPython it follows the interval between two switches, and the last holder. The interval is
-    found by a value that nothing else has.
+    In CPython's runtime state, this integer follows the switch interval and the last holder. The
+    function sets the switch interval to a rare value and searches for that value.
     """
     runtime = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
     interval = sys.getswitchinterval()
@@ -173,9 +176,9 @@ print(locked / total)
 
 
 def lock_seconds(feed: Feed, epochs: Iterator[int], cores: list[int]) -> float:
-    """Return the seconds for an image in which a thread of this process holds the lock."""
+    """Return the seconds per image during which a thread of this process holds the lock."""
     pin({cores[1]})
-    for pid in family(os.getpid())[1:]:  # none of them takes the core from who holds the lock
+    for pid in family(os.getpid())[1:]:  # none of them takes the core from the lock holder
         os.setpriority(os.PRIO_PROCESS, pid, LOWEST_PRIORITY)
     arguments = [str(os.getpid()), str(find_lock()), str(cores[0])]
     with subprocess.Popen(
@@ -195,7 +198,7 @@ def lock_seconds(feed: Feed, epochs: Iterator[int], cores: list[int]) -> float:
 
 
 def private_mib(pid: int) -> float:
-    """Return the memory that a process shares with no other: of its private mappings."""
+    """Return the MiB of a process that no other process shares: dirty pages of private mappings."""
     total = 0
     is_private = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -251,7 +254,7 @@ def measure(side: int, folder: Path, report: Report) -> None:
 
 
 def main() -> None:
-    """Measure one side, or all of them."""
+    """Measure one side or all sides."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--side", type=int, choices=SIDES, help="of the input, in pixels")
     options = parser.parse_args()

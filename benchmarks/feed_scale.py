@@ -1,8 +1,9 @@
-"""Measure the order of an epoch and the reading of records at the size of ImageNet, without pixels
-of that size.
+"""Measure the order of an epoch and the reading of records at the size of ImageNet, with tiny
+images.
 
-`python -m benchmarks.feed_scale`; an index of 1.28 million rows over 1290 shards of small images
-of one class, 0.4 GB in a temporary folder, about three minutes. Times are CPU time of one thread.
+Command: `python -m benchmarks.feed_scale`. It takes about three minutes and writes 0.4 GB to a
+temporary folder: an index of 1.28 million rows over 1290 shards, each with images of one class.
+Times are CPU times of one thread.
 """
 
 from __future__ import annotations
@@ -31,22 +32,23 @@ from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSet
 from workers.storage.artifact import Attempt
 
 IMAGENET_ROWS = 1_281_000
-IMAGENET_BYTES = 110_000  # of an image, on average
-ROWS_OF_21K, SHARDS_OF_21K = 13_000_000, 21_841  # a shard of each class
+IMAGENET_BYTES = 110_000  # average per image
+ROWS_OF_21K, SHARDS_OF_21K = 13_000_000, 21_841  # one shard per class
 SHARD_ROWS, SMALL_ROWS, SIDE, BATCH = 1000, 1000, 8, 128
-CLASSES = 10  # of a store
-DISTINCT = 100  # pictures of a store, each of which occurs many times
+CLASSES = 10  # per generated store
+DISTINCT = 100  # distinct images per generated store; each is repeated many times
 RANKS = 64
 NODES, RANKS_PER_NODE, LARGE_BATCH = (1, 2, 8, 64), 8, 4096
 ORDER_DEMAND_S = 1.0  # the order of 1.28 million rows
-ORDER_DEMAND_MB = 100.0  # beyond the index
+ORDER_DEMAND_MB = 100.0  # in addition to the index
 BATCH_DEMAND = 1.2  # a batch at 1.28 million rows / at 1000
-RATE_DEMAND = 0.9  # records per second of a rank among 64 / of a single one
-BYTES_DEMAND = 1.1  # bytes that one of N nodes reads / its share of all
+RATE_DEMAND = 0.9  # records per second of a rank among 64 / of a single rank
+BYTES_DEMAND = 1.1  # bytes that one of N nodes reads / its share of all bytes
 
 
 def made_up_index(num_rows: int, num_shards: int) -> Locations:
-    """Return an index of photographs: sizes between a third and three times the average."""
+    """Return an index with random sizes like those of photographs: a third to three times the
+    average."""
     generator = np.random.default_rng(0)
     spread = generator.uniform(-1.1, 1.1, num_rows)
     sizes = (np.exp(spread) * IMAGENET_BYTES / 1.2).astype(np.int64)
@@ -60,12 +62,12 @@ def made_up_index(num_rows: int, num_shards: int) -> Locations:
 
 
 def make_deal(sizes: Ints, batch: int) -> Deal:
-    """Return the deal of rows of some bytes."""
+    """Return the deal for rows with these sizes in bytes."""
     return Deal(len(sizes), int(sizes.sum()), batch, seed=1)
 
 
 def compute_order(deal: Deal, rank: int = 0, world: int = 1) -> int:
-    """Compute the rows of a rank in all steps of an epoch, and return how many they are."""
+    """Compute the rows of a rank in all steps of an epoch and return their number."""
     order = deal.epoch(0)
     num_rows = 0
     for step in range(order.num_steps):
@@ -80,7 +82,7 @@ def rows_of_stream(order: EpochOrder, stream: int) -> Ints:
 
 
 def measure_order(report: Report) -> None:
-    """Time and memory of the order of 1.28 and of 13 million rows."""
+    """Measure the time and memory of the order of 1.28 million and of 13 million rows."""
     for name, rows, shards in (
         ("1.28 million rows", IMAGENET_ROWS, 1281),
         ("13 million rows", ROWS_OF_21K, SHARDS_OF_21K),
@@ -104,7 +106,7 @@ def measure_order(report: Report) -> None:
 
 
 def measure_bytes(report: Report) -> None:
-    """Bytes of the ranges that the ranks of one node touch, in an epoch of ImageNet."""
+    """Measure the bytes of the ranges that the ranks of one node read in an epoch of ImageNet."""
     index = made_up_index(IMAGENET_ROWS, 1281)
     deal = make_deal(index.sizes, LARGE_BATCH)
     borders = cut_ranges(index, deal.rows_per_run)
@@ -141,8 +143,12 @@ def small_images() -> list[bytes]:
 def write_store(root: Path, key: str, num_rows: int, records: list[bytes], ext: str) -> None:
     """Write an artifact of `num_rows` images of ten classes, as ingest would.
 
-    records: pictures, which are repeated, each time with another number behind the picture. ext: of
-    their format.
+    Args:
+        root: Folder of the stages.
+        key: Key of the artifact.
+        num_rows: Number of images.
+        records: Encoded images. They are repeated, and the row number is appended to each copy.
+        ext: File extension of their format.
     """
     attempt = Attempt(str(root), key)
     tables: list[pa.Table] = []
@@ -175,7 +181,7 @@ def write_store(root: Path, key: str, num_rows: int, records: list[bytes], ext: 
 
 
 def streamed_feed(root: Path, key: str) -> Feed:
-    """Return the feed of one rank over such an artifact."""
+    """Return a training feed of one rank over an artifact of `write_store`."""
     task = Task("t", "card", key, tuple(str(number) for number in range(CLASSES)))
     job = StageJob(
         "id",
@@ -197,7 +203,7 @@ def streamed_feed(root: Path, key: str) -> Feed:
 
 
 def make_batches(feed: Feed, order: EpochOrder, steps: range) -> int:
-    """Make some batches of a global batch that one rank has for itself."""
+    """Make the batches of some steps on a single rank; return the number of images."""
     num_images = 0
     for batches in feed._batches(0, order, steps, feed._micro_batches):
         num_images += sum(len(batch) for batch in batches)
@@ -205,7 +211,7 @@ def make_batches(feed: Feed, order: EpochOrder, steps: range) -> int:
 
 
 def read_share(feed: Feed, rank: int, world: int) -> int:
-    """Read the records of one rank of `world` in an epoch, in their order."""
+    """Read the records of one of `world` ranks in the order of an epoch; return their number."""
     samples = feed.samples
     order = make_deal(samples.locations.sizes, LARGE_BATCH).epoch(0)
     reader = DiskReader(samples)
@@ -218,13 +224,13 @@ def read_share(feed: Feed, rank: int, world: int) -> int:
 
 
 def repeated(steps: range, times: int) -> Iterator[range]:
-    """The same steps several times."""
+    """Yield the same steps several times."""
     for _ in range(times):
         yield steps
 
 
 def measure_reading(report: Report, folder: Path) -> None:
-    """A batch at two sizes, and the records per second of a rank among many."""
+    """Time batches from a large and a small store, and the reads of a rank among many."""
     num_rows = IMAGENET_ROWS // SHARD_ROWS * SHARD_ROWS
     records = small_images()
     write_store(folder, "large", num_rows, records, "png")
@@ -270,7 +276,7 @@ def measure_reading(report: Report, folder: Path) -> None:
 
 
 def main() -> None:
-    """Print the order, the bytes, then the reading."""
+    """Measure the order, the bytes and the reading."""
     start()
     report = Report()
     measure_order(report)

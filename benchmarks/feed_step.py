@@ -1,11 +1,13 @@
-"""Compare a step of training that the feed supplies with the same step on batches held ready.
+"""Compare a training step on batches from the feed with the same step on precomputed batches.
 
-`python -m benchmarks.feed_step`; ViT-Ti at 64 px, batches of 32 from generated JPEG images of 72 to
-128 px, fp32, one rank, one thread of PyTorch, one decoding thread; about a minute on idle cores. It
-measures wall time, since what it asks is whether training waits: it needs two idle cores, one for
-training and one for the feed. `streamed` decodes in every epoch, `kept` cuts crops from images that
-are decoded already; both augment by random resized crops, flips, RandAugment, mixup, cutmix and
-erasing. The first batch of an epoch is waited for before the clock starts.
+Command: `python -m benchmarks.feed_step`. It takes about a minute on idle cores, with ViT-Ti at
+64 px, batches of 32 from generated JPEG images of 72 to 128 px, fp32, one rank, one PyTorch thread
+and one decoding thread.
+
+The benchmark checks whether training waits for the feed, so it measures wall time. It needs two
+idle cores, one for training and one for the feed. `streamed` decodes images in every epoch; `kept`
+crops images that are already decoded. Both augment with random resized crops, flips, RandAugment,
+mixup, cutmix and erasing. The clock starts when the second batch of an epoch is ready.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from workers.data.feed import Feed
 from workers.job import StageJob
 
 SIDE, BATCH, STEPS, ROUNDS = 64, 32, 10, 5
-DEMAND = 1.03  # wall time of a step with the feed / with batches held ready
+DEMAND = 1.03  # wall time of a step with the feed / with precomputed batches
 RECIPE = {
     "crop": "resized",
     "flip": 0.5,
@@ -41,7 +43,7 @@ RECIPE = {
 
 
 def seconds_per_step(training: TrainLoop, batches: Iterator[list[Batch]]) -> float:
-    """Train on all batches; return the mean wall time of a step from the second on."""
+    """Train on all batches and return the mean wall time per step, without the first step."""
     began = 0.0
     num_steps = 0
     for micro_batches in batches:
@@ -56,7 +58,7 @@ def seconds_per_step(training: TrainLoop, batches: Iterator[list[Batch]]) -> flo
 
 
 def compare(name: str, job: StageJob, report: Report) -> None:
-    """Train epochs with the feed and on held batches in turn, and compare their steps."""
+    """Alternate epochs with the feed and with precomputed batches, and compare the steps."""
     assert job.task is not None
     feed = Feed(job, (job.task,), "train", GROUP, training=True)
     held = list(feed.epoch(0))
@@ -67,7 +69,7 @@ def compare(name: str, job: StageJob, report: Report) -> None:
     for turn in range(ROUNDS + 1):
         with_feed = seconds_per_step(training, feed.epoch(turn))
         with_held = seconds_per_step(training, iter(held))
-        if turn:  # the first one warms up
+        if turn:  # the first round warms up
             ratios.append(with_feed / with_held)
             held_seconds.append(with_held)
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
@@ -77,7 +79,7 @@ def compare(name: str, job: StageJob, report: Report) -> None:
 
 
 def main() -> None:
-    """Compare with images that are decoded in every epoch, and with images that are kept."""
+    """Compare with images that are decoded once and with images decoded in every epoch."""
     start()
     report = Report()
     report.note("1-minute load before", f"{os.getloadavg()[0]:.1f}")
@@ -102,8 +104,8 @@ def main() -> None:
             cluster={"loader_workers": 1},
         )
         stream.ingest(store, graph)
-        loop.run_stage(stream.job_of(graph, "backbone"), GROUP, lambda event: None)
-        job = stream.job_of(graph, "finetune/t-0/train")
+        loop.run_stage(stream.find_job(graph, "backbone"), GROUP, lambda event: None)
+        job = stream.find_job(graph, "finetune/t-0/train")
         compare("kept", job, report)
         never_kept = job.data.model_copy(update={"resident_mb": 0})
         compare("streamed", replace(job, data=never_kept), report)

@@ -1,14 +1,16 @@
-"""Correctness on a GPU: every method trains two tasks, resumes, is evaluated and served.
+"""Check every method on a GPU: train two tasks, resume, evaluate and serve.
 
-`python -m benchmarks.gpu [--methods NAME ...]`; with `--speed` it is `benchmarks/gpu_speed.py`,
-with `--job` it is `benchmarks/gpu_job.py`. Meant for at most 5 minutes on one GPU with 16 CPU
-cores. It needs neither ray nor mlflow nor webdataset, makes its own images and reaches for nothing
-outside its temporary folder.
-`benchmarks/gpu_checks.py` says what is compared with the CPU, and how closely. `--device cpu`
-rehearses all of it without a GPU.
+Command: `python -m benchmarks.gpu [--methods NAME ...]`. With `--speed` it runs
+`benchmarks/gpu_speed.py`, with `--job` it runs `benchmarks/gpu_job.py`. It takes at most 5 minutes
+on one GPU with 16 CPU cores. It does not need ray, mlflow or webdataset, generates its images, and
+uses only its temporary folder.
 
-One line per failure: method, scenario, precision, stage, a sentence, the line of this project under
-which it was raised. Then a table. Exit code 1 where anything failed, 2 where it could not begin.
+Results are compared with those of the CPU; `benchmarks/gpu_checks.py` describes the comparisons and
+their tolerances. `--device cpu` runs the same checks without a GPU, as a rehearsal.
+
+The output is one line per failure (method, scenario, precision, stage, message, and the line of
+this project that raised the error) and then a table. The exit code is 1 if anything failed, and 2
+if the checks could not start.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from workers.data import accelerator
 from workers.errors import UserError
 from workers.methods import METHODS
 
-BF16 = ("finetune", "hat", "icarl", "meat", "packnet", "toast")  # these train in bf16 too
+BF16 = ("finetune", "hat", "icarl", "meat", "packnet", "toast")  # also tested in bf16
 LIMIT_S = 120.0
-MAX_JOBS = 12  # each has a context of its own on the GPU
+MAX_JOBS = 12  # each job has its own CUDA context
 COLUMNS = {
     "masks": "masks",
     "tensors": "tensors",
@@ -53,18 +55,19 @@ resumed: `bits` where an interrupted run ends with the same bytes, else the rela
 
 @dataclass
 class Row:
-    """What came out of one case."""
+    """Results of one case."""
 
     failures: list[Failure] = field(default_factory=list)
     measured: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
-    stage: str = "start"  # what it was last seen to begin
+    stage: str = "start"  # the stage that started last
 
 
-def cases_of(names: list[str]) -> list[Case]:
-    """Return every method in every scenario that it serves, and a few in bf16.
+def list_cases(names: list[str]) -> list[Case]:
+    """Return a case for each scenario of each method, and bf16 cases for a few methods.
 
-    Raise `UserError` when there is no such method.
+    Raises:
+        UserError: If a method does not exist.
     """
     for name in names:
         if name not in METHODS:
@@ -83,19 +86,20 @@ def cases_of(names: list[str]) -> list[Case]:
 
 
 def gpu_name() -> str:
-    """Return the name of the GPU, empty where there is none that torch can use.
+    """Return the name of the GPU, or "" if torch cannot use one.
 
-    Not to be called in the process that forks: a forked process cannot use CUDA after it.
+    Do not call this in the process that forks: its forked processes could not use CUDA any more.
     """
     if not torch.cuda.is_available():
         return ""
     return torch.cuda.get_device_name()
 
 
-def device_of(requested: str | None) -> tuple[str, str]:
-    """Return the device, and a text that describes it.
+def find_device(requested: str | None) -> tuple[str, str]:
+    """Return the device and its description.
 
-    Raise `UserError` when there is no GPU, unless the CPU was requested.
+    Raises:
+        UserError: If there is no GPU and the CPU was not requested.
     """
     processor = f"{platform.machine()}, {os.cpu_count()} cores"
     if requested == "cpu":
@@ -110,7 +114,7 @@ def device_of(requested: str | None) -> tuple[str, str]:
 
 
 def run(cases: list[Case], device: str, jobs: int, limit_s: float) -> dict[Case, Row]:
-    """Check all cases, `jobs` side by side, and print a line for each failure and each case."""
+    """Check all cases in `jobs` processes. Print a line per failure and per passed case."""
     rows = {case: Row() for case in cases}
     with tempfile.TemporaryDirectory(prefix="accrete-gpu-") as folder:
         setup = prepare(Path(folder), device)
@@ -141,8 +145,8 @@ def add_failure(case: Case, row: Row, failure: Failure) -> None:
     print(line, flush=True)
 
 
-def table_of(rows: dict[Case, Row]) -> str:
-    """Return the table of results, a line per case."""
+def format_table(rows: dict[Case, Row]) -> str:
+    """Return the table of results, with a line per case."""
     heading = ["method", "scenario", "precision", "result", *COLUMNS.values(), "seconds"]
     lines = [heading]
     for case, row in rows.items():
@@ -203,8 +207,11 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def measure(arguments: argparse.Namespace, device: str, name: str) -> int:
-    """Measure speed, or a whole job, and print the tables; return 1 where a row failed."""
-    from benchmarks import gpu_job, gpu_speed  # they import all that they measure
+    """Measure speed or a whole job, and print the tables. Return 1 if a row failed, else 0."""
+    from benchmarks import (
+        gpu_job,
+        gpu_speed,
+    )  # imported late: they import everything that they measure
 
     chosen = torch.device(device, 0) if device == accelerator.TYPE else accelerator.CPU
     sizes = gpu_speed.REHEARSAL if chosen == accelerator.CPU else gpu_speed.Sizes()
@@ -223,15 +230,18 @@ def measure(arguments: argparse.Namespace, device: str, name: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check what the command line asks for; return 1 where a case failed, 2 where none could
-    begin."""
+    """Run the checks or measurements of a command line.
+
+    Returns:
+        The exit code: 1 if a case failed, 2 if the checks could not start, else 0.
+    """
     arguments = command_line().parse_args(argv)
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS has no deterministic form
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # needed for deterministic cuBLAS
     torch.set_num_threads(1)
     began = time.monotonic()
     try:
-        cases = cases_of(arguments.methods)
-        device, name = device_of(arguments.device)
+        cases = list_cases(arguments.methods)
+        device, name = find_device(arguments.device)
     except UserError as error:
         print(f"benchmarks.gpu: {error}", file=sys.stderr)
         return 2
@@ -242,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = run(cases, device, max(1, arguments.jobs), arguments.limit)
     failed = len([row for row in rows.values() if row.failures])
     seconds = time.monotonic() - began
-    print(f"\n{table_of(rows)}\n{LEGEND}\n")
+    print(f"\n{format_table(rows)}\n{LEGEND}\n")
     print(f"{failed} of {len(rows)} cases failed; {seconds:.0f} s in all", flush=True)
     return 1 if failed else 0
 

@@ -1,4 +1,4 @@
-"""The cases of `benchmarks.gpu`: a method in a scenario, on a short stream."""
+"""The cases of `benchmarks.gpu`. A case is a method in a scenario on a short stream."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from workers.data import accelerator
 from workers.data.accelerator import CPU
 from workers.methods import METHODS
 
-# Name of a task -> its range of classes. The first one trains the backbone.
+# Name of a task -> its range of classes. The first task trains the backbone.
 TASKS = {"base": (0, 2), "one": (2, 4), "two": (4, 7)}
 LAST_TASK = "two"
-CLASSES = [f"c{i:04d}" for i in range(7)]  # as `stream.draw_images` names them
-# dytox trains its encoder on the stream itself; the others have no statistics of a base task
+CLASSES = [f"c{i:04d}" for i in range(7)]  # the names that `stream.draw_images` uses
+# Methods that run without a base task: `dytox` trains its encoder on the stream; the others compute
+# class statistics.
 WITHOUT_BASE = ("aper", "dytox", "fecam", "ncm", "ranpac", "simplecil", "slda")
 BACKBONE = {
     "img_size": 16,
@@ -30,10 +31,10 @@ BACKBONE = {
 }
 DATA = {"crop": "pad", "flip": 0.5}
 TRAIN = {"epochs": 2, "batch_size": 16, "lr": 3e-3}
-MEMORY = 28  # exemplars, of methods that keep some
+MEMORY = 28  # number of exemplars, for methods with a memory
 SETTINGS: dict[str, dict[str, Any]] = {
-    "rpsnet": {"every": 1},  # the second task draws a path too
-    "supsup_nn": {"every": 3, "look": 16, "most": 8},  # it decides twice in a task
+    "rpsnet": {"every": 1},  # so that the second task also selects a path
+    "supsup_nn": {"every": 3, "look": 16, "most": 8},  # so that it chooses a mask twice per task
 }
 
 
@@ -50,13 +51,19 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As the name of a run, or of a folder."""
+        """The name of the case's run and folder."""
         return f"{self.method}-{self.scenario}-{self.precision}"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """`frame`: the deepest line of this project in the traceback, FILE:LINE; empty without one."""
+    """A failure of a stage.
+
+    Attributes:
+        stage: Id of the stage, or name of the check.
+        sentence: The error message.
+        frame: Innermost line of this project in the traceback as FILE:LINE, or "".
+    """
 
     stage: str
     sentence: str
@@ -65,7 +72,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Setup:
-    """What cases share: the device, and a folder with images, their card and a storage per side."""
+    """Shared by all cases: the device, the card, and the folder with images and storages."""
 
     device: torch.device
     folder: Path
@@ -73,9 +80,9 @@ class Setup:
 
 
 def prepare(folder: Path, device: str) -> Setup:
-    """Draws the images of all cases: the same on every machine."""
+    """Generate the images of all cases. They are the same on every machine."""
     card = stream.draw_images(folder, len(CLASSES), train=20, test=8, sides=(24,))
-    # by number: a process that forks must not ask CUDA
+    # explicit index, because a process that forks must not query CUDA
     chosen = torch.device(device, 0) if device == accelerator.TYPE else CPU
     return Setup(chosen, folder, card)
 
@@ -83,7 +90,7 @@ def prepare(folder: Path, device: str) -> Setup:
 def plan(
     setup: Setup, case: Case, storage: str, device: torch.device
 ) -> tuple[Store, Graph, Config]:
-    """The graph of a case on a device, above a storage that all cases share."""
+    """Return the graph of a case on a device. All cases share the storage."""
     settings = dict(SETTINGS.get(case.method, {}))
     fields = METHODS[case.method].Settings.model_fields
     settings |= {k: v for k, v in (("memory", MEMORY), ("per_class", 0)) if k in fields}
@@ -108,14 +115,14 @@ def plan(
         cluster={
             "workers": 0,
             "gpus_per_worker": int(accelerator.is_accelerator(device)),
-            "checkpoint_s": 0,  # only when it is told to leave
+            "checkpoint_s": 0,  # checkpoint only on preemption
             "loader_workers": 1,
         },
     )
 
 
 def mixed_batch(setup: Setup, size: int = 24) -> tuple[list[bytes], list[str]]:
-    """Files of test images, tasks in turn, and the task of each."""
+    """Return encoded test images of alternating tasks, and the task of each image."""
     images: list[bytes] = []
     tasks: list[str] = []
     names = list(TASKS)

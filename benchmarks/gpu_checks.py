@@ -1,20 +1,23 @@
-"""What `benchmarks.gpu` checks of a case: stages against the CPU, serving, users' path, resuming.
+"""The checks of `benchmarks.gpu`: stages against the CPU, serving, a normal run, and resuming.
 
-Every stage is first run on the CPU, and then once more on the device *from the same parents*. So a
-stage that fails does not hide those that follow it, differences do not add up from stage to stage,
-and it is known what must agree:
+Every stage runs on the CPU, and then again on the device with the CPU results of its parent stages
+as inputs. Therefore a failed stage does not affect later stages, and differences do not accumulate.
+The results must agree as follows:
 
-    batches      labels and tasks are equal, images up to rounding: the host decides on order and
-                 augmentation
-    losses       the first one up to rounding; the last one loosely, as training enlarges rounding
-    masks        bit for bit where a step does not train (prune); else but for a small share
-    tensors      up to rounding where a step does not train; else loosely
-    metadata     such as references of exemplars: equal but for near-ties
-    decisions    predicted classes are equal but for near-ties, of `evaluate` and of a served bundle
+    batches      labels and tasks are equal, images agree up to rounding, because the host decides
+                 on order and augmentation
+    losses       the first one agrees up to rounding, the last one roughly, because training
+                 amplifies rounding differences
+    masks        equal bit for bit in steps without training (prune), else except for a small share
+    tensors      agree up to rounding in steps without training, else roughly
+    metadata     (for example, references to exemplars) equal except for near-ties
+    decisions    the predicted classes of `evaluate` and of a served bundle are equal except for
+                 near-ties
 
-For this comparison alone, random numbers that training draws on the device are drawn on the CPU and
-moved. The users' path that follows (config, graph, executor in this process) draws where it always
-does. It is interrupted inside each training step of the last task and must end with the same bytes.
+Only for this comparison, the random numbers that training draws on the device are drawn on the CPU
+and moved. The normal run that follows (config, graph, executor in this process) draws them on the
+device. It is repeated with an interruption in each training step of the last task, and must end
+with the same bytes.
 """
 
 from __future__ import annotations
@@ -45,16 +48,16 @@ from benchmarks.gpu_conditions import (
 from benchmarks.gpu_results import (
     ROUNDING,
     SPARSE,
-    bits_of,
-    frame_of,
+    find_frame,
+    format_error,
     history,
     largest,
     predictions,
     relative,
-    sentence_of,
     share_of_other_values,
     stage_metadata,
     stage_tensors,
+    unpack_bits,
 )
 from pipeline.config.settings import Config
 from pipeline.graph.run import look_up_all, run_graph
@@ -70,17 +73,17 @@ from workers.serving.model_file import Rule
 from workers.serving.server import Answer, Predictor
 from workers.storage.artifact import Artifact
 
-# How far two devices may be apart. Another rounding of linear layers on the CPU (a rehearsal) moves
-# the tensors of no method by more than 3e-4, the loss by 1e-6, and no bit of a mask.
+# Tolerances between two devices. In a rehearsal on the CPU, a different rounding of linear layers
+# changes tensors by at most 3e-4, the loss by at most 1e-6, and no bit of a mask.
 LAST_LOSS = 0.05  # relative
 TRAINED_TENSORS = 0.1  # |a - b| / |b| over all tensors of a state
 TRAINED_MASKS = 0.02  # share of the bits
 METADATA = 0.1  # share of the values
-DECISIONS = 0.05  # share of the images, each of them a near-tie
+DECISIONS = 0.05  # share of the images; these are near-ties
 
 
-def shapes_of(tensors: dict[str, Tensor]) -> dict[str, tuple[Any, Any]]:
-    """Return type and shape of each tensor; sparse ones may have any length."""
+def list_shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[Any, Any]]:
+    """Return dtype and shape of each tensor. The shape of a sparse tensor is None (any length)."""
     shapes = {}
     for name, tensor in tensors.items():
         shapes[name] = (tensor.dtype, None if name.endswith(SPARSE) else tensor.shape)
@@ -89,14 +92,14 @@ def shapes_of(tensors: dict[str, Tensor]) -> dict[str, tuple[Any, Any]]:
 
 @dataclass(frozen=True)
 class Contents:
-    """All that a training step left behind."""
+    """The results of a training step."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, Any]
     history: list[dict[str, Any]]
 
     def is_equal(self, other: Contents) -> bool:
-        """Return whether both are the same, bit for bit."""
+        """Return whether both are equal bit for bit."""
         if self.tensors.keys() != other.tensors.keys():
             return False
         if self.metadata != other.metadata or self.history != other.history:
@@ -106,19 +109,27 @@ class Contents:
         )
 
 
-def contents_of(artifact: Artifact) -> Contents:
-    """Return what a training step left behind."""
+def load_contents(artifact: Artifact) -> Contents:
+    """Load the results of a training step."""
     return Contents(stage_tensors(artifact), stage_metadata(artifact), history(artifact))
 
 
 def check_case(setup: Setup, case: Case, send: Callable[[str, Any], None]) -> bool:
-    """Make all checks of a case, and return whether nothing failed.
+    """Run all checks of a case.
 
-    A check that fails ends only those that need its result. `send` gets `stage` (the id of what
-    begins), `failure` (a Failure), and at the end `measured` (text by column of the table).
+    A failed check skips only the checks that need its result.
+
+    Args:
+        setup: Shared by all cases.
+        case: The case.
+        send: Called with a kind and a value: `stage` and the id of the stage that starts, `failure`
+            and a Failure, and at the end `measured` and a text per column of the table.
+
+    Returns:
+        Whether all checks passed.
     """
     torch.set_num_threads(1)
-    accelerator.use_fp32()  # with which fp32 is compared
+    accelerator.use_fp32()  # no tf32, because results in fp32 are compared
     checks = CaseChecks(setup, case, send)
     is_sound = True
     if case.precision == "fp32":
@@ -143,55 +154,56 @@ class CaseChecks:
         self.folder = setup.folder / case.name
         self.stage = ""
         self.failures: set[tuple[str, str]] = set()  # stage, sentence
-        self.measured: dict[str, float] = {}  # largest difference by what is compared
+        self.measured: dict[str, float] = {}  # largest difference per compared quantity
         self.digest = hashlib.sha256()  # of all masks, as packed bits
         self.resumed = ""
-        self.is_device_lost = False  # after an error of CUDA every later call fails too
+        self.is_device_lost = False  # after a CUDA error every later call fails too
 
     # ---- failures --------------------------------------------------------------------------------
     def fail(self, stage: str, sentence: str, frame: str = "") -> None:
-        """Send a failure, once where two checks meet it."""
+        """Send a failure. A repeated failure is sent once."""
         if (stage, sentence) not in self.failures:
             self.failures.add((stage, sentence))
             self.send("failure", Failure(stage, sentence, frame))
 
-    def fail_by(self, stage: str, error: Exception) -> None:
-        """Send what an exception says; nothing more once the device is lost."""
+    def report_error(self, stage: str, error: Exception) -> None:
+        """Send an exception as a failure, unless the device is already lost."""
         if not self.is_device_lost:
-            self.fail(stage, sentence_of(error), frame_of(error))
+            self.fail(stage, format_error(error), find_frame(error))
         self.is_device_lost |= "CUDA error" in str(error)
 
     def attempt(self, stage: str, check: Callable[[], bool]) -> bool:
-        """Return what the check returns, and False where it raises: a failure of the stage that it
-        had entered."""
+        """Run a check and return its result.
+
+        An exception is a failure of the current stage, and gives False.
+        """
         if self.is_device_lost:
             return False
         self.enter(stage)
         try:
             return check()
         except Exception as error:
-            self.fail_by(self.stage, error)
+            self.report_error(self.stage, error)
             return False
 
     def enter(self, stage: str) -> None:
-        """Send which stage begins."""
+        """Send the id of the stage that starts."""
         self.stage = stage
         self.send("stage", stage)
 
     def demand(self, is_met: bool, sentence: str) -> None:
-        """Fail the stage that was entered where a demand is not met."""
+        """Record a failure of the current stage if the condition is not met."""
         if not is_met:
             self.fail(self.stage, sentence)
 
     def measure(self, what: str, difference: float, limit: float) -> None:
-        """Note a difference between both sides; it fails where it is above the limit, or no
-        number."""
+        """Record a difference between CPU and device. It fails if above the limit or NaN."""
         self.measured[what] = largest([self.measured.get(what, 0.0), difference])
         sentence = f"{what} differ by {difference:.2g}, at most {limit:g} is rounding"
         self.demand(difference <= limit, sentence)
 
     def table_row(self) -> dict[str, str]:
-        """Return what was compared, as text by column."""
+        """Return the largest differences as a text per column."""
         row = {what: f"{difference:.1g}" for what, difference in self.measured.items()}
         if self.measured.get("masks") == 0.0:
             row["masks"] = f"= {self.digest.hexdigest()[:8]}"
@@ -199,9 +211,10 @@ class CaseChecks:
 
     # ---- runs ------------------------------------------------------------------------------------
     def run(self, store: Store, graph: Graph, config: Config) -> bool:
-        """Run what is missing as the command `run` does where `cluster.workers` is 0.
+        """Run the missing stages like the command `run` with `cluster.workers: 0`.
 
-        Return whether no stage failed.
+        Returns:
+            Whether all stages succeeded.
         """
         errors: dict[str, Exception] = {}
         executor = WatchedExecutor(store, config.cluster, self.enter, errors)
@@ -214,24 +227,24 @@ class CaseChecks:
             if error is None:
                 self.fail(stage, message)
             else:
-                self.fail_by(stage, error)
+                self.report_error(stage, error)
         return not outcome.failures
 
     def run_on_cpu(self) -> bool:
-        """Run the whole graph on the CPU: the reference of all comparisons."""
+        """Run the whole graph on the CPU, as the reference for all comparisons."""
         with host_draws(), recorded_steps() as self.cpu_steps:
             self.store, self.graph, config = plan(self.setup, self.case, "reference", CPU)
             return self.run(self.store, self.graph, config)
 
     # ---- stage by stage --------------------------------------------------------------------------
     def compare_stages(self) -> None:
-        """Compare every stage of the method on both sides."""
+        """Compare every stage of the method on CPU and device."""
         for stage in self.graph:
             if stage.method and isinstance(stage.job, StageJob):
                 self.attempt(stage.id, partial(self.compare_stage, stage.job))
 
     def compare_stage(self, job: StageJob) -> bool:
-        """Run the same job again on the device, under another key, and compare the results."""
+        """Run the same job on the device under another key, and compare the results."""
         device = self.setup.device
         again = replace(job, key=f"{job.key}-again")
         with host_draws(), recorded_steps() as steps, another_rounding(device):
@@ -246,7 +259,7 @@ class CaseChecks:
         return True
 
     def compare_steps(self, on_cpu: list[Step], on_device: list[Step]) -> None:
-        """Compare what each optimizer step saw on both sides, and its loss."""
+        """Compare the inputs and the loss of each optimizer step on CPU and device."""
         sentence = f"it took {len(on_device)} steps, on the CPU {len(on_cpu)}"
         self.demand(len(on_cpu) == len(on_device), sentence)
         is_same_order = True
@@ -267,11 +280,11 @@ class CaseChecks:
         self.measure("last loss", loss_gaps[-1], LAST_LOSS)
 
     def compare_results(self, on_cpu: Artifact, on_device: Artifact, is_trained: bool) -> None:
-        """Compare state and carried state of one step on both sides."""
+        """Compare the task state and carried state of one step on CPU and device."""
         tensors = stage_tensors(on_device)
         reference = stage_tensors(on_cpu)
-        shapes = shapes_of(tensors)
-        expected_shapes = shapes_of(reference)
+        shapes = list_shapes(tensors)
+        expected_shapes = list_shapes(reference)
         if shapes != expected_shapes:
             names = sorted(name for name, _ in shapes.items() ^ expected_shapes.items())
             listed = ", ".join(dict.fromkeys(names))[:100]
@@ -295,9 +308,9 @@ class CaseChecks:
         count = 0
         different = 0
         for name in names:
-            bits = bits_of(tensors[name])
+            bits = unpack_bits(tensors[name])
             count += bits.size
-            different += int((bits != bits_of(reference[name])).sum())
+            different += int((bits != unpack_bits(reference[name])).sum())
             self.digest.update(np.packbits(bits.astype(bool)).tobytes())
         limit = TRAINED_MASKS if is_trained else 0.0
         self.measure("masks", different / max(1, count), limit)
@@ -315,13 +328,15 @@ class CaseChecks:
             if row["prediction"] != reference["prediction"]:
                 different += 1
         self.measure("confidences", largest(gaps), ROUNDING)
-        # With equal confidences, other decisions are near-ties.
+        # Where the confidences agree, a different class is a near-tie.
         self.measure("decisions", different / max(1, len(gaps)), DECISIONS)
 
     # ---- serving ---------------------------------------------------------------------------------
     def compare_served(self) -> bool:
-        """Compare one bundle on both sides over one batch of images of all tasks: once with the
-        task of each image, once without."""
+        """Compare the answers of one bundle on CPU and device for a batch with images of all tasks.
+
+        The request is sent with the task of each image and without tasks.
+        """
         folder = str(self.folder / "bundle")
         build_run_bundle(self.graph, self.store, self.case.method).write(folder)
         on_cpu = Predictor.open(folder)
@@ -354,9 +369,9 @@ class CaseChecks:
         self.measure("probabilities", largest(gaps), ROUNDING)
         self.measure("answers", different / len(expected), DECISIONS)
 
-    # ---- the users' path -------------------------------------------------------------------------
+    # ---- normal run ------------------------------------------------------------------------------
     def run_as_users_do(self) -> bool:
-        """Run the whole graph on the device, as a user would."""
+        """Run the whole graph on the device like a user."""
         self.nondeterministic: set[str] = set()
         with deterministic(self.nondeterministic):
             self.users = plan(self.setup, self.case, "users", self.setup.device)
@@ -366,8 +381,10 @@ class CaseChecks:
         return True
 
     def check_canaries(self) -> None:
-        """Check that a method that forgets nothing answers on each task as it did before the next
-        one, bit for bit."""
+        """Check that later tasks do not change the logits of earlier tasks.
+
+        They must be equal bit for bit. Methods that may forget are skipped.
+        """
         store, graph, _ = self.users
         if METHODS[self.case.method].may_forget:
             return
@@ -385,11 +402,14 @@ class CaseChecks:
                 digests |= {row["task"]: row["logits_sha256"] for row in result["rows"]}
 
     def resume(self) -> bool:
-        """Run every training step of the last task again, interrupt each in its middle, and compare
-        what the next run makes of it."""
+        """Repeat every training step of the last task with an interruption.
+
+        Each step is interrupted in the middle and resumed, and its results are compared with those
+        of the uninterrupted step.
+        """
         store, graph, config = self.users
         stages = [s for s in graph if s.task == LAST_TASK and s.method and s.step != "evaluate"]
-        uninterrupted = {s.id: contents_of(Artifact.need(store.root, s.key)) for s in stages}
+        uninterrupted = {s.id: load_contents(Artifact.need(store.root, s.key)) for s in stages}
         for stage in stages:
             store.withdraw(stage.key)
         with deterministic(self.nondeterministic), interrupted_steps() as steps:
@@ -410,11 +430,11 @@ class CaseChecks:
                     f"{total}"
                 )
                 self.demand(taken == total, sentence)
-            self.compare_resumed(contents_of(Artifact.need(store.root, stage.key)), expected)
+            self.compare_resumed(load_contents(Artifact.need(store.root, stage.key)), expected)
         return True
 
     def compare_resumed(self, resumed: Contents, expected: Contents) -> None:
-        """Compare the result of a resumed step with that of the same step without interruption."""
+        """Compare the result of a resumed step with that of the uninterrupted step."""
         if resumed.is_equal(expected):
             self.resumed = self.resumed or "bits"
             return

@@ -1,4 +1,4 @@
-"""How `benchmarks.gpu` runs stages: recorded, interrupted, deterministic, with equal noise."""
+"""Context managers of `benchmarks.gpu` that record, interrupt or control the steps of stages."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ NO_DETERMINISTIC_FORM = re.compile(
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step saw, and its loss."""
+    """Inputs and loss of one optimizer step."""
 
     loss: float
     labels: Tensor  # (b,)
     tasks: Tensor  # (b,)
-    images: Tensor  # (b, 3, H, W), or what the feed holds in their place
+    images: Tensor  # (b, 3, H, W), or the features that the feed yields instead
 
 
 @contextlib.contextmanager
 def host_draws() -> Iterator[None]:
-    """Draw random numbers of a step on the CPU, so that two devices get the same."""
+    """Draw the random numbers of steps on the CPU, so that they are the same on all devices."""
 
     def on_host(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def draw(
@@ -60,8 +60,10 @@ def host_draws() -> Iterator[None]:
 
 
 def another_rounding(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Compute linear layers in double precision where the device is the CPU too, so that a
-    rehearsal sees another rounding."""
+    """Compute linear layers in double precision if the device is the CPU.
+
+    A rehearsal then has different rounding on its two sides, as with a GPU.
+    """
     if device.type != "cpu":
         return contextlib.nullcontext()
     linear = functional.linear
@@ -76,10 +78,12 @@ def another_rounding(device: torch.device) -> contextlib.AbstractContextManager[
 
 @contextlib.contextmanager
 def deterministic(exceptions: set[str]) -> Iterator[None]:
-    """Let PyTorch take the deterministic form of every operation, and add the names of operations
-    that have none to `exceptions`."""
+    """Use deterministic algorithms of PyTorch.
+
+    The names of operations without a deterministic implementation are added to `exceptions`.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.set_warn_always(True)  # in every case, not in the first one of a process
+    torch.set_warn_always(True)  # in every case, not only in the first one of a process
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -94,7 +98,7 @@ def deterministic(exceptions: set[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_steps() -> Iterator[defaultdict[str, list[Step]]]:
-    """Yield a dictionary that gets the steps of the train loop, by stage id, as they are taken."""
+    """Yield a dictionary that records the steps of the train loop by stage id."""
     steps: defaultdict[str, list[Step]] = defaultdict(list)
     train_step = loop.train_step
 
@@ -117,8 +121,13 @@ def recorded_steps() -> Iterator[defaultdict[str, list[Step]]]:
 
 @dataclass
 class Interruptions:
-    """By stage id: the steps taken over all tries, the steps there are, and which stages were
-    interrupted."""
+    """Interruptions of training stages.
+
+    Attributes:
+        taken: Steps taken over all attempts, by stage id.
+        total: Steps of a complete stage, by stage id.
+        interrupted: Ids of the interrupted stages.
+    """
 
     taken: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     total: dict[str, int] = field(default_factory=dict)
@@ -127,8 +136,7 @@ class Interruptions:
 
 @contextlib.contextmanager
 def interrupted_steps() -> Iterator[Interruptions]:
-    """Request preemption of every training stage once, as SIGTERM does, in the middle of its
-    steps."""
+    """Request preemption once per training stage, in the middle of its steps, like SIGTERM."""
     steps = Interruptions()
     train_step = loop.train_step
 
@@ -148,9 +156,9 @@ def interrupted_steps() -> Iterator[Interruptions]:
 
 
 class WatchedExecutor(LocalExecutor):
-    """The executor of `cluster.workers: 0`; it notes each stage that begins and each exception.
+    """The executor of `cluster.workers: 0`, which also records started stages and exceptions.
 
-    It makes no report.
+    It does not write a report.
     """
 
     def __init__(

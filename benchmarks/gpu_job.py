@@ -1,9 +1,11 @@
-"""A complete job on a GPU: `python -m benchmarks.gpu --job`, for at most 5 minutes on one GPU.
+"""Run complete jobs on a GPU, with Ray Train and MLflow.
 
-It runs `accrete run`, through Ray Train and MLflow, on a stream of seven tasks of generated images:
-four chains on one GPU, interrupted by SIGTERM and resumed; two ranks that share the GPU; a stage
-that runs out of GPU memory; and the same stream on the CPU, to compare the accuracy. Rows are
-stored as in `benchmarks/gpu_speed.py`. `--device cpu` rehearses all rows but the lack of memory.
+Command: `python -m benchmarks.gpu --job`. It takes at most 5 minutes on one GPU.
+
+It runs `accrete run` on a stream of seven tasks of generated images: four methods in parallel on
+one GPU, interrupted by SIGTERM and resumed; two ranks that share the GPU; a stage that runs out of
+GPU memory; and the first job on the CPU, to compare the accuracy. Rows are stored as in
+`benchmarks/gpu_speed.py`. `--device cpu` rehearses all rows except the lack of memory.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from workers.data import accelerator
 TASKS = 7
 METHODS = ("finetune", "linear", "individual", "meat")
 LOOK_S = 0.1
-LITTLE = 0.01  # share of a GPU's memory, which a ViT at 224 px and LARGE_BATCH does not fit into
+LITTLE = 0.01  # share of a GPU's memory; too small for a ViT at 224 px with LARGE_BATCH
 LARGE_BATCH = 400
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -100,7 +102,7 @@ class Job:
         return path
 
     def start(self, config: Path) -> subprocess.Popen[str]:
-        """Start `accrete run` of a config."""
+        """Start `accrete run` with a config."""
         return subprocess.Popen(
             [sys.executable, "-m", "pipeline", "run", str(config)],
             cwd=REPOSITORY,
@@ -111,7 +113,7 @@ class Job:
         )
 
     def stages(self, name: str, event: str) -> list[str]:
-        """Return the training stages with this event in the log of a run, over all its starts."""
+        """Return the training stages with this event in the event log, over all starts of a run."""
         path = self.folder / f"storage-{name}" / "runs" / name / "events.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         recorded = [json.loads(line) for line in lines]
@@ -119,7 +121,7 @@ class Job:
         return [stage for stage in stages if stage.endswith("/train")]
 
     def wait_for(self, name: str, event: str, count: int, running: subprocess.Popen[str]) -> float:
-        """Wait until `count` training stages have this event and return the seconds.
+        """Wait until `count` training stages have this event, and return the seconds waited.
 
         Raises:
             RuntimeError: If the run ends first.
@@ -134,7 +136,11 @@ class Job:
         return time.monotonic() - began
 
     def finish(self, running: subprocess.Popen[str]) -> str:
-        """Wait for a command, and return its output. Raise `RuntimeError` where it failed."""
+        """Wait for a command and return its output.
+
+        Raises:
+            RuntimeError: If the command failed.
+        """
         output = read_output(running, self.sizes.limit_s)
         if running.returncode:
             raise RuntimeError(f"it ended with {running.returncode}: {output[-300:]}")
@@ -152,7 +158,7 @@ class Job:
         }
 
     def chains(self) -> Row:
-        """Run four chains in parallel, interrupt the run once and resume it."""
+        """Train all methods in parallel, interrupt the run once and resume it."""
         cluster: dict[str, Any] = {"workers": 1, "groups": 1}
         if self.has_gpu:
             cluster = {"workers": 1, "gpus_per_worker": 0.25, "groups": 4}
@@ -179,7 +185,7 @@ class Job:
         return row | self.accuracies(config)
 
     def on_cpu(self) -> Row:
-        """Run the same on the CPU, in one process."""
+        """Run the same stream and methods on the CPU in one process."""
         config = self.configure(
             "cpu", cluster={"workers": 0, "cpus_per_worker": os.cpu_count() or 1}
         )
@@ -220,7 +226,7 @@ def read_output(running: subprocess.Popen[str], limit_s: float | None = None) ->
 
 
 def measure_all(bench: Bench, folder: Path) -> None:
-    """Measure all rows that the bench lacks."""
+    """Measure all rows that the bench does not have yet."""
     has_gpu = accelerator.is_accelerator(bench.device)
     job = Job(bench, folder, JobSizes() if has_gpu else REHEARSAL)
     bench.measure("job", "four chains, stopped once", job.chains)

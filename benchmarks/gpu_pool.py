@@ -1,4 +1,4 @@
-"""Processes that check cases side by side; one that hangs or dies costs its own case alone."""
+"""A pool of processes that check cases in parallel. If one hangs or dies, only its case fails."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any
 
 Send = Callable[[str, Any], None]
 Check = Callable[[Any, Send], bool]
-POLL_S = 0.5  # seconds between two looks at the time limit
-# At once there, with all imports. The process that forks must not have touched CUDA.
+POLL_S = 0.5  # seconds between two checks of the time limit
+# Forked processes start at once, with all imports. The forking process must not have used CUDA.
 FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a worker sends about a case, by `kind`.
+    """A message of a worker about a case.
 
-    The pool itself sends `ended` (why the process of the case ended) and `done` (seconds).
+    Besides the kinds that a check sends, the pool sends `ended` (the reason why the process of the
+    case ended) and `done` (seconds).
     """
 
     case: Any
@@ -31,9 +32,14 @@ class Message:
 
 @dataclass
 class Worker:
-    """A process that gets one case after the other through a pipe.
+    """A process that receives one case after the other through a pipe.
 
-    is_fit: whether it can check another case.
+    Attributes:
+        process: The process.
+        connection: The parent's end of the pipe.
+        case: The current case, or None.
+        started: Time when the current case started.
+        is_fit: Whether the process can check another case.
     """
 
     process: Any
@@ -44,7 +50,7 @@ class Worker:
 
     @property
     def seconds(self) -> float:
-        """Seconds since its case began."""
+        """Seconds since the current case started."""
         return time.monotonic() - self.started
 
     def give(self, case: Any) -> None:
@@ -54,7 +60,7 @@ class Worker:
         self.connection.send(case)
 
     def read(self) -> Iterator[Message]:
-        """Yield the next message of its case, or that its process died."""
+        """Yield the next message of the case, or the messages of a process that died."""
         try:
             kind, value = self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -69,7 +75,7 @@ class Worker:
             yield Message(self.case, kind, value)
 
     def end(self, why: str) -> Iterator[Message]:
-        """Kill the process, and yield why its case ended."""
+        """Kill the process and yield the reason why the case ended."""
         self.process.kill()
         self.is_fit = False
         yield Message(self.case, "ended", why)
@@ -84,10 +90,16 @@ class Worker:
 
 
 def run(cases: Iterable[Any], check: Check, jobs: int, limit_s: float) -> Iterator[Message]:
-    """Run `check(case, send)` for each case in one of `jobs` processes; yield what it sends.
+    """Run `check(case, send)` for each case in one of `jobs` processes and yield the messages.
 
-    `check` returns whether its process is fit for a further case: after an error of CUDA none is. A
-    case that takes longer than `limit_s` seconds is ended with its process.
+    Args:
+        cases: The cases.
+        check: Returns whether its process can check a further case; after a CUDA error, it cannot.
+        jobs: Number of parallel processes.
+        limit_s: Time limit of a case in seconds. After it, the process of the case is killed.
+
+    Yields:
+        The messages of all cases.
     """
     pending = deque(cases)
     workers: list[Worker] = []
@@ -113,7 +125,7 @@ def run(cases: Iterable[Any], check: Check, jobs: int, limit_s: float) -> Iterat
 
 
 def exit_text(code: int | None) -> str:
-    """Return an exit code of `multiprocessing` as text: negative ones are signals."""
+    """Return an exit code of `multiprocessing` as text. Negative codes are signals."""
     if code is not None and code < 0:
         return f"signal {-code}"
     return f"exit code {code}"
@@ -130,10 +142,13 @@ def start(check: Check, siblings: Sequence[Worker]) -> Worker:
 
 
 def work(connection: Connection, inherited: list[Connection], check: Check) -> None:
-    """Check cases until the pipe is closed: what runs in a worker's process.
+    """Check cases in a worker process until the pipe is closed.
 
-    inherited: ends of pipes that belong to the parent. Held open here, they would hide that the
-    parent has ended.
+    Args:
+        connection: The worker's end of the pipe.
+        inherited: The parent's ends of pipes. They are closed here, because otherwise this process
+            would not notice that the parent has ended.
+        check: Checks a case.
     """
     for parent_end in inherited:
         parent_end.close()
@@ -151,8 +166,10 @@ def work(connection: Connection, inherited: list[Connection], check: Check) -> N
 
 
 def ask(question: Callable[[], Any]) -> Any:
-    """Return the answer of a process of its own, so that what it loads (a driver, a context) does
-    not stay in this one."""
+    """Call a function in a new process and return its result, or None if the process dies.
+
+    A CUDA driver or context that the function loads does not stay in this process.
+    """
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=lambda: sender.send(question()))
     process.start()

@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` compares: results of stages as values, their distances, error sentences."""
+"""Helpers of `benchmarks.gpu`: load results of stages, compute differences and format errors."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from workers.storage.artifact import Artifact
 from workers.storage.taskstate import KINDS, Carried, TaskState
 
 ROOT = Path(__file__).resolve().parent.parent
-SPARSE = "/sparse"  # at the end of the name of what was stored as positions and values
-ROUNDING = 1e-3  # relative: of what nothing was trained between; of probabilities absolute
+SPARSE = "/sparse"  # suffix of tensors that are stored as positions and values
+ROUNDING = 1e-3  # tolerance without training: relative for tensors, absolute for probabilities
 LONGEST_SENTENCE = 240
-ENFORCED = re.compile(r"^\[enforce fail [^\]]*\] [^.]*\. ")  # PyTorch puts it before some sentences
+ENFORCED = re.compile(r"^\[enforce fail [^\]]*\] [^.]*\. ")  # prefix of some messages of PyTorch
 
 
 def stage_tensors(artifact: Artifact) -> dict[str, Tensor]:
-    """Return all tensors that a training step left, by kind and name.
+    """Return all tensors of a training step's result, by kind and name.
 
-    Masks are booleans; sparse tensors are vectors without their last zeros.
+    Masks are boolean. Sparse tensors are vectors without trailing zeros.
     """
     state = TaskState.from_bytes(artifact.read("task.safetensors"))
     carried = Carried.from_bytes(artifact.read("carried.safetensors"))
@@ -44,11 +44,11 @@ def stage_tensors(artifact: Artifact) -> dict[str, Tensor]:
 
 
 def merge_sparse(tensors: dict[str, Tensor], prefix: str) -> None:
-    """Replace the parts of a sparse tensor (values, and positions or bits) by one vector."""
+    """Replace the parts of a sparse tensor (values, and positions or bits) by a dense vector."""
     values = tensors.pop(f"{prefix}/values")
     positions = tensors.pop(f"{prefix}/at", None)
     if positions is None:
-        bits = torch.from_numpy(bits_of(tensors.pop(f"{prefix}/bits")))
+        bits = torch.from_numpy(unpack_bits(tensors.pop(f"{prefix}/bits")))
         positions = bits.nonzero().squeeze(1)[: len(values)]
     positions = positions.long()
     length = 0
@@ -58,14 +58,14 @@ def merge_sparse(tensors: dict[str, Tensor], prefix: str) -> None:
 
 
 def stage_metadata(artifact: Artifact) -> dict[str, Any]:
-    """Return the metadata of state and carried state, as values by dotted key."""
+    """Return the metadata of task state and carried state, as values by dotted key."""
     state = TaskState.from_bytes(artifact.read("task.safetensors"))
     carried = Carried.from_bytes(artifact.read("carried.safetensors"))
     return flatten({"state": state.meta, "carried": carried.meta})
 
 
 def history(artifact: Artifact) -> list[dict[str, Any]]:
-    """Return a row per epoch, without its seconds."""
+    """Return the training history: a row per epoch, without the column `seconds`."""
     table = pq.read_table(io.BytesIO(artifact.read("history.parquet")))
     columns = [name for name in table.column_names if name != "seconds"]
     rows: list[dict[str, Any]] = table.select(columns).to_pylist()
@@ -73,14 +73,14 @@ def history(artifact: Artifact) -> list[dict[str, Any]]:
 
 
 def predictions(artifact: Artifact) -> list[dict[str, Any]]:
-    """Return a row per test image."""
+    """Return the predictions: a row per test image."""
     table = pq.read_table(io.BytesIO(artifact.read("predictions.parquet")))
     rows: list[dict[str, Any]] = table.to_pylist()
     return rows
 
 
-def bits_of(tensor: Tensor) -> np.ndarray:
-    """Return the values of a tensor in a row; bytes as their bits, because masks are packed."""
+def unpack_bits(tensor: Tensor) -> np.ndarray:
+    """Flatten a tensor; unpack bytes into bits, because masks are packed."""
     values = tensor.numpy().reshape(-1)
     if values.dtype == np.uint8:
         return np.unpackbits(values)
@@ -88,14 +88,14 @@ def bits_of(tensor: Tensor) -> np.ndarray:
 
 
 def largest(values: Iterable[float]) -> float:
-    """Return the largest value: 0 of none, not a number where one is none."""
+    """Return the largest value; 0 if there are no values, and NaN if one is NaN."""
     return float(np.max(list(values), initial=0.0))
 
 
 def relative(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
     """Return |a - b| / |b| over all tensors together.
 
-    A vector may be shorter on one side: zeros are meant at its end.
+    The shorter of two vectors is padded with zeros.
     """
     difference = 0.0
     size = 0.0
@@ -128,9 +128,9 @@ def differs(a: float, b: float) -> bool:
 
 
 def share_of_other_values(values: Mapping[str, Any], reference: Mapping[str, Any]) -> float:
-    """Return the share of values that the other side does not have.
+    """Return the share of values that differ from the reference.
 
-    Numbers may differ by rounding; lists of anything else are compared as sets.
+    Floats may differ by rounding. Other lists are compared as sets.
     """
     different = 0.0
     count = 0
@@ -146,8 +146,8 @@ def share_of_other_values(values: Mapping[str, Any], reference: Mapping[str, Any
 
 
 # ---- errors --------------------------------------------------------------------------------------
-def sentence_of(error: BaseException) -> str:
-    """Return the first sentence of an error, in one line."""
+def format_error(error: BaseException) -> str:
+    """Return the first sentence of an error message in one line."""
     lines = ENFORCED.sub("", str(error).strip()).splitlines() or [""]
     sentence = lines[0]
     if not isinstance(error, UserError):
@@ -157,8 +157,8 @@ def sentence_of(error: BaseException) -> str:
     return sentence
 
 
-def frame_of(error: BaseException) -> str:
-    """Return the deepest line of this project in a traceback, as FILE:LINE below the checkout."""
+def find_frame(error: BaseException) -> str:
+    """Return the innermost line of this project in a traceback as FILE:LINE, or ""."""
     frame = ""
     for entry in traceback.extract_tb(error.__traceback__):
         path = Path(entry.filename)

@@ -1,9 +1,12 @@
-"""Speed on a GPU: `python -m benchmarks.gpu --speed`, for at most 5 minutes on one GPU.
+"""Measure speed on a GPU.
 
-Training steps of every method at its first and third task beside hand-written loops, the feed by
-loader processes, DyTox with 1, 10 and 50 task tokens, MEAT inference, requests of two tasks. Every
-row is written to `--out` when it is measured, and rows that stand there are not measured again, so
-that a run that was cut off goes on. `--device cpu` rehearses all of it with small sizes.
+Command: `python -m benchmarks.gpu --speed`. It takes at most 5 minutes on one GPU.
+
+It measures training steps of every method at the first and third task, hand-written training loops
+for comparison, the feed by number of loader processes, DyTox with 1, 10 and 50 task tokens, MEAT
+inference, and served requests of two tasks. Each measured row is written to `--out` at once. Rows
+in that file are not measured again, so an interrupted run continues. `--device cpu` rehearses all
+rows with small sizes.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ START_TIMEOUT_S = 60.0
 BLOCKS = 3
 PROFILED = ("finetune", "meat", "toast", "dytox")
 COMPILED = ("finetune", "meat")
-SMALL = ("finetune", "meat", "hat")  # methods whose step is measured where the host has most to do
+SMALL = ("finetune", "meat", "hat")  # also measured with small inputs, where the host is the limit
 SMALL_SIDE, SMALL_BATCH = 128, 32
 NUM_KERNELS = 3
 Row = dict[str, Any]
@@ -56,9 +59,19 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """Sizes of the measurements.
 
-    feed_images: of an epoch of the feed. loaders: processes that decode.
+    Attributes:
+        backbone: Name of the backbone.
+        side: Side of the images in pixels.
+        batch: Images per training step.
+        steps: Calls per timed block.
+        feed_images: Images per epoch of the feed.
+        loaders: Numbers of loader processes.
+        dytox_batch: Images per training step of DyTox.
+        inference_batch: Images per batch of inference and per served request.
+        product: Side of the matrices of the bf16 product.
+        copy_bytes: Bytes of the copy.
     """
 
     backbone: str = "deit_small_patch16_224"
@@ -81,9 +94,15 @@ REHEARSAL = Sizes(
 
 @dataclass
 class Bench:
-    """Measures the rows that the file lacks, until the time limit.
+    """Measures the rows that the file does not have yet, until the time limit.
 
-    out: file with a JSON object per line. left_out: names of rows for which no time was left.
+    Attributes:
+        device: The device.
+        sizes: Sizes of the measurements.
+        out: File with a JSON object per line.
+        limit_s: Time limit in seconds. No row is started after it.
+        began: Time when the measurements started.
+        left_out: Names of the rows for which no time was left.
     """
 
     device: torch.device
@@ -98,7 +117,7 @@ class Bench:
         self.rows: list[Row] = [json.loads(line) for line in lines]
 
     def measure(self, kind: str, name: str, make: Callable[[], Row]) -> None:
-        """Measure one row, write it and print it. An error is a row, too."""
+        """Measure one row, write it and print it. An error is also written as a row."""
         if any((row["kind"], row["name"]) == (kind, name) for row in self.rows):
             return
         if time.monotonic() - self.began > self.limit_s:
@@ -121,7 +140,7 @@ class Bench:
             accelerator.functions().synchronize(self.device)
 
     def time(self, call: Callable[[], object], images: int) -> Row:
-        """Return milliseconds of a call (median of blocks), images a second and host CPU time."""
+        """Return milliseconds per call (median of blocks), images per second and host CPU time."""
         call()
         self.wait()
         blocks = []
@@ -143,7 +162,7 @@ def format_cell(value: object) -> str:
 
 
 def tables(rows: list[Row]) -> str:
-    """Return a table for each kind of rows."""
+    """Return a table for each kind of row."""
     texts = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         chosen = [row for row in rows if row["kind"] == kind]
@@ -205,7 +224,7 @@ def measure_all(bench: Bench, names: list[str]) -> None:
 
 
 def ceiling(bench: Bench) -> Row:
-    """Return the speed of a bf16 product and of a copy on the device."""
+    """Measure the speed of a bf16 matrix product and of a copy on the device."""
     size = bench.sizes.product
     left, right = torch.randn(2, size, size, device=bench.device, dtype=torch.bfloat16)
     product_s = bench.time(lambda: left @ right, 1)["ms"] / 1e3
@@ -262,7 +281,7 @@ def method_row(
     if accelerator.is_accelerator(bench.device):
         row["peak_gib"] = accelerator.functions().max_memory_allocated(bench.device) / 2**30
         accelerator.functions().reset_peak_memory_stats(bench.device)
-    if name in PROFILED and position == 0 and not compiled:  # those of small jobs, too
+    if name in PROFILED and position == 0 and not compiled:  # also for small jobs
         row |= kernels(bench, training.step)
     finetune = [r for r in bench.rows if r["name"] == "finetune, task 1" and "ms" in r]
     if finetune:
@@ -271,9 +290,9 @@ def method_row(
 
 
 def captured_row(bench: Bench, name: str, backbone: nn.Module, sizes: Sizes) -> Row:
-    """Time captured steps (`train.compile: step`), and compare their losses with other steps'.
+    """Time captured steps (`train.compile: step`) and compare their losses with normal steps.
 
-    On a CPU, which has no graphs, the steps run normally.
+    The CPU has no graph capture, so both run normally there.
     """
     scenario = max(METHODS[name].scenarios - {"domain"})
     plain = Conditions(sizes.side, sizes.batch, 0, "bf16", bench.device)
@@ -287,7 +306,7 @@ def captured_row(bench: Bench, name: str, backbone: nn.Module, sizes: Sizes) -> 
 
 
 def count_synchronisations(bench: Bench, step: Callable[[], object]) -> int:
-    """Return how often the host waits for the device in a step; 0 on a CPU."""
+    """Return how often the host waits for the device in a step (0 on a CPU)."""
     if not accelerator.is_accelerator(bench.device):
         return 0
     with warnings.catch_warnings(record=True) as caught:
@@ -299,7 +318,7 @@ def count_synchronisations(bench: Bench, step: Callable[[], object]) -> int:
 
 
 def kernels(bench: Bench, step: Callable[[], object]) -> Row:
-    """Return the device time of a step, and its largest kernels with their shares."""
+    """Return the device time of a step and the shares of its slowest kernels."""
     on_gpu = accelerator.is_accelerator(bench.device)
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
         step()
@@ -314,7 +333,7 @@ def kernels(bench: Bench, step: Callable[[], object]) -> Row:
 
 
 def dytox_row(bench: Bench, tasks: int, precision: str) -> Row:
-    """Time a training step of DyTox's network at 32 px with some task tokens."""
+    """Time a training step of DyTox's network at 32 px with `tasks` task tokens."""
     network = dytox.build_networks(tasks)[0].to(bench.device).train()
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
     size, classes = bench.sizes.dytox_batch, dytox.CLASSES // tasks * tasks
@@ -334,8 +353,10 @@ def dytox_row(bench: Bench, tasks: int, precision: str) -> Row:
 
 @torch.no_grad()
 def inference_row(bench: Bench, settings: BackboneSettings, shared: bool, precision: str) -> Row:
-    """Time inference of MEAT with half of the tokens and neurons, compact and with dense masks,
-    beside plain timm."""
+    """Time inference of MEAT with half of the tokens and neurons.
+
+    The compact network, dense masks and plain timm are measured.
+    """
     size, side = bench.sizes.inference_batch, bench.sizes.side
     images = torch.randn(size, 3, side, side, device=bench.device)
     plain = timm.create_model(settings.name, img_size=side, num_classes=100).eval()
@@ -357,8 +378,10 @@ def inference_row(bench: Bench, settings: BackboneSettings, shared: bool, precis
 
 
 def serving_row(bench: Bench, folder: Path) -> Row:
-    """Time requests of JPEG files of two tasks under MEAT, decoding included, and how many arrays
-    of the same size a second are answered."""
+    """Time requests with images of two tasks under MEAT.
+
+    The images are JPEG files, with their decoding, and then decoded arrays of the same size.
+    """
     side, size = bench.sizes.side, bench.sizes.inference_batch
     card = stream.draw_images(folder, 4, 8, 4, sides=(side,), suffixes=(".jpg",))
     gpus = int(accelerator.is_accelerator(bench.device))
@@ -386,7 +409,7 @@ def serving_row(bench: Bench, folder: Path) -> Row:
 
 
 def feed_row(bench: Bench, folder: Path, count: int, kept: bool) -> Row:
-    """Time a steady stream of the feed: resized crops and flips of JPEG files of 256 px."""
+    """Time the feed over two epochs: resized crops and flips of JPEG files of 256 px."""
     classes = 8
     images = bench.sizes.feed_images
     if not (folder / "raw").exists():
@@ -404,12 +427,12 @@ def feed_row(bench: Bench, folder: Path, count: int, kept: bool) -> Row:
         cluster={"workers": 0, "loader_workers": count},
     )
     stream.ingest(store, graph)
-    job = replace(stream.job_of(graph, "finetune/t/train"), loader_workers=count)
+    job = replace(stream.find_job(graph, "finetune/t/train"), loader_workers=count)
     assert job.task is not None
     feed = Feed(job, (job.task,), "train", Group(device=bench.device), training=True)
     loaders.START_AFTER_S = 0.0
     loaders.start_loaders(count, START_TIMEOUT_S)
-    for _ in feed.epoch(0):  # fills the cache
+    for _ in feed.epoch(0):  # warms up and fills the cache
         pass
     count = 0
     start = time.perf_counter()

@@ -1,8 +1,9 @@
-"""Time that ranks wait for the sum of gradients: sent during the backward pass, and after it.
+"""Compare the time that ranks wait for gradient sums sent during and after the backward pass.
 
-`python -m benchmarks.gradient_overlap`. Four gloo ranks fine-tune a ViT-Ti. A link is simulated on
-each rank: it carries one bucket after the other, and its bandwidth is such that all buckets take
-half of a backward pass. Both ways send the same buckets, and their sums are compared to the bit.
+Command: `python -m benchmarks.gradient_overlap`. Four gloo ranks fine-tune a ViT-Ti. Each rank
+simulates a link that carries one bucket after the other. The bandwidth is chosen so that all
+buckets together take half of the time of a backward pass. Both variants send the same buckets, and
+their sums must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ LINK_SHARE = 0.5  # time of all buckets on the link, relative to the backward pa
 
 
 class Handle:
-    """The handle of a sum on the simulated link."""
+    """Handle of a sum on the simulated link."""
 
     def __init__(self, future: Future[None]):
         self.wait = future.result
 
 
 class Link:
-    """A link that carries one bucket at a time."""
+    """A simulated link that carries one bucket at a time."""
 
     def __init__(self, bytes_per_s: float):
         self.bytes_per_s = bytes_per_s
         self.thread = ThreadPoolExecutor(1)
 
     def all_reduce(self, tensor: Tensor, async_op: bool) -> Handle:
-        """Start the sum of a tensor over ranks."""
+        """Start the sum of a tensor over the ranks."""
         return Handle(self.thread.submit(self._carry, tensor))
 
     def _carry(self, tensor: Tensor) -> None:
@@ -53,7 +54,7 @@ class Link:
 
 
 class LinkedCollectives:
-    """Stands for `torch.distributed` in `workers.dist`; sums pass through a link."""
+    """Replaces `torch.distributed` in `workers.dist`. Sums pass through the simulated link."""
 
     def __init__(self, link: Link):
         self.link = link
@@ -63,7 +64,7 @@ class LinkedCollectives:
 
 
 def measure(group: dist.Group) -> dict[str, Any]:
-    """Measure one rank: seconds of waiting for sums, and of the backward pass with the waiting."""
+    """Measure one rank: seconds waiting for the sums, and in total with the backward pass."""
     torch.manual_seed(0)
     model: Any = timm.create_model("vit_tiny_patch16_224", img_size=96, num_classes=10)
     parameters = list(model.parameters())
@@ -107,7 +108,7 @@ def measure(group: dist.Group) -> dict[str, Any]:
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """Measure as one rank; rank 0 writes the results of all ranks to a file."""
+    """Run the measurement of one rank. Rank 0 writes the results of all ranks to a file."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
@@ -121,7 +122,7 @@ def run_rank(rank: int, folder: str) -> None:
 
 
 def main() -> None:
-    """Compare the time that ranks wait."""
+    """Compare the waiting times of both variants."""
     harness.start()
     report = harness.Report()
     with tempfile.TemporaryDirectory() as folder:

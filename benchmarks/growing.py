@@ -1,16 +1,16 @@
-"""Four months of data that grow, against running everything from scratch after each month.
+"""Compare updates of a growing data set over four months with runs from scratch.
 
-`python -m benchmarks.growing [--methods meat ewc]`; about ten minutes. The data are handwritten
-digits in class folders:
+Command: `python -m benchmarks.growing [--methods meat ewc]`. It takes about ten minutes. The data
+are handwritten digits in class folders:
 
-1. five classes in two tasks, trained and written into a model folder;
-2. two new classes (`accrete add`);
-3. a hundred new images of an old class, and three images of a wrong class in the right folder
-   (`accrete add`);
-4. a class is removed (`accrete remove`).
+1. Five classes in two tasks are trained and written to a model folder.
+2. Two new classes are added (`accrete add`).
+3. A hundred new images of an old class are added, and three images are moved from the folder of a
+   wrong class to the right one (`accrete add`).
+4. A class is removed (`accrete remove`).
 
-Each row has the stages that ran, the images that were decoded and the CPU seconds of the month's
-command, beside those of a run from scratch on the same data. All results must be equal.
+Each row shows the number of stages run, the number of decoded images and the CPU seconds of the
+month's command and of a run from scratch on the same data. All results must be equal.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ train: {epochs: EPOCHS, batch_size: 32}
 methods: {METHOD: {}}
 cluster: {workers: 0, checkpoint_s: 0, loader_workers: 0, cpus_per_worker: 1}
 """
-WRONG = 3  # images of a 2 that lie in the folder of 4 until month 3
+WRONG = 3  # images of digit 2 that are in the folder of digit 4 until month 3
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a command took.
+    """Cost of the commands of a month.
 
     Attributes:
-        ran: Stages that were computed, without the report.
-        stages: All stages, without the report.
-        decoded: Images.
-        cpu_s: Seconds of this process.
+        ran: Number of computed stages, without the report.
+        stages: Number of all stages, without the report.
+        decoded: Number of decoded images.
+        cpu_s: CPU seconds of this process.
     """
 
     ran: int
@@ -88,7 +88,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Row:
-    """A month. is_equal: whether all results are those of a run from scratch."""
+    """Costs of a month.
+
+    Attributes:
+        month: Number of the month, from 1.
+        grown: Cost of the month's commands.
+        scratch: Cost of a run from scratch on the same data.
+        is_equal: Whether all results equal those of the run from scratch.
+    """
 
     month: int
     grown: Cost
@@ -97,12 +104,12 @@ class Row:
 
 
 class Story:
-    """A run of one method whose data grow, in a folder of its own.
+    """A run of one method with growing data, in its own folder.
 
     Args:
         folder: A new folder.
-        method: The method.
-        epochs: Of every task.
+        method: Name of the method.
+        epochs: Epochs per task.
     """
 
     def __init__(self, folder: Path, method: str, epochs: int = 12):
@@ -118,7 +125,7 @@ class Story:
         (folder / "card.yaml").write_text(CARD)
 
     def put(self, digit: int, first: int, count: int, folder: str = "") -> None:
-        """Write images of a digit into the folder of its class, or into another one."""
+        """Write images of a digit to the folder of its class, or to another folder."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
@@ -130,7 +137,7 @@ class Story:
             Image.fromarray(pixels).save(target / f"{row:05d}.png")
 
     def change_data(self, month: int) -> None:
-        """Let the folder of images be as it is in a month."""
+        """Change the image folder to the data of a month."""
         if month == 1:
             for digit in range(5):
                 self.put(digit, WRONG if digit == 2 else 0, 70)
@@ -145,7 +152,7 @@ class Story:
                     path.rename(self.raw / "2" / path.name)
 
     def commands(self, month: int) -> list[list[str]]:
-        """Return what a person types in a month."""
+        """Return the command lines of a month."""
         config, model = str(self.config), str(self.model)
         if month == 1:
             return [["run", config], ["bundle", config, "--out", model]]
@@ -154,12 +161,12 @@ class Story:
         return [["add", config, str(self.raw), "--model", model, "--max-drop", "100"]]
 
     def live(self, month: int) -> Cost:
-        """Change the data and give the commands of a month."""
+        """Change the data and run the commands of a month."""
         self.change_data(month)
         return self._measure(self.config, self.commands(month))
 
     def from_scratch(self) -> tuple[Cost, bool]:
-        """Run the config as it is now in a new storage; return whether all results are equal."""
+        """Run the config in a new storage. Return its cost and whether all results are equal."""
         path = self.folder / "scratch.yaml"
         storage = self.folder / "scratch"
         shutil.rmtree(storage, ignore_errors=True)
@@ -173,11 +180,11 @@ class Story:
         return pipeline.open_model(self.model).tasks
 
     def classes(self, task: str) -> tuple[str, ...]:
-        """Return the classes of a task that the model folder serves."""
+        """Return the classes of a task in the model folder."""
         return pipeline.open_model(self.model).classes(task)
 
     def attempts(self) -> dict[str, str]:
-        """Return stage -> its published result, of the run as it was recorded last."""
+        """Return stage -> URI of its published result, or {} before the first run."""
         if not (self.folder / "storage").exists():
             return {}
         return {name: artifact.uri("") for name, artifact in read_artifacts(self.config).items()}
@@ -196,7 +203,7 @@ class Story:
 
 
 def is_digit(path: Path, digit: int) -> bool:
-    """Whether an image, by the number in its name, is of a digit."""
+    """Return whether an image shows a digit. The file name contains the row in the data set."""
     from sklearn.datasets import load_digits
 
     return int(load_digits().target[int(path.stem)]) == digit
@@ -204,7 +211,7 @@ def is_digit(path: Path, digit: int) -> bool:
 
 @contextlib.contextmanager
 def counting_decodes() -> Iterator[Callable[[], int]]:
-    """Inside, count the images that ingest decodes in this process."""
+    """Context manager that yields a function for the number of images decoded by ingest so far."""
     with mock.patch("pipeline.data.packs.check_image", wraps=check_image) as counting:
         yield lambda: counting.call_count
 
@@ -220,7 +227,7 @@ def call(words: Sequence[str]) -> str:
 
 
 def read_artifacts(config: Path) -> dict[str, Artifact]:
-    """Return stage -> its result, without the report."""
+    """Return stage -> its artifact, without the report."""
     run = app.prepare(str(config))
     return {
         stage.id: Artifact.need(run.store.root, stage.key)
@@ -238,7 +245,7 @@ def read_contents(config: Path) -> dict[str, str]:
 
 
 def tell(folder: Path, method: str) -> Iterator[Row]:
-    """Yield the months of a method."""
+    """Run all months with a method, and yield a row per month."""
     story = Story(folder, method)
     for month in range(1, len(MONTHS) + 1):
         grown = story.live(month)

@@ -1,4 +1,4 @@
-"""How benchmarks compare: one process, one thread, rounds in random order, medians of CPU time."""
+"""Time variants in one process and one thread, in rounds of random order, by median CPU time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIGHEST_LOAD = float(os.environ.get("ACCRETE_BENCH_LOAD", 4.0))
 
 @dataclass(frozen=True)
 class Timing:
-    """CPU seconds of every round, by variant."""
+    """CPU seconds of each round, by variant."""
 
     seconds: dict[str, list[float]]
 
@@ -32,9 +32,9 @@ class Timing:
 
 
 def start(highest_load: float = HIGHEST_LOAD) -> None:
-    """Use one thread from now on.
+    """Limit PyTorch to one thread.
 
-    Exit with a message and status 0 when the machine is too busy to measure.
+    Exit with a message and status 0 if the machine is too busy to measure.
     """
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
@@ -55,9 +55,14 @@ def interleave(
 ) -> Timing:
     """Call each variant once per round and measure its CPU time.
 
-    Each round has a new random order, so that slow spells of the machine hit all variants alike.
+    Each round has a new random order, so that slow phases of the machine affect all variants alike.
 
-    prepare: by variant, what is called before it and not measured.
+    Args:
+        variants: Functions to time, by name.
+        rounds: Number of measured rounds.
+        warmup: Number of rounds before them that are not measured.
+        seed: Seed of the random order.
+        prepare: Functions to call before a variant, by name of the variant. They are not measured.
     """
     order = list(variants)
     shuffle = random.Random(seed)
@@ -75,35 +80,35 @@ def interleave(
 
 
 class Report:
-    """Prints what was measured beside what is demanded, and counts the demands that were missed."""
+    """Prints measured values with their required bounds, and counts the failed requirements."""
 
     def __init__(self) -> None:
         self.failed = 0
 
     def equal(self, what: str, actual: Tensor, expected: Tensor, atol: float) -> None:
-        """Demand that two results are equal up to `atol`."""
+        """Require that two results differ by at most `atol`."""
         difference = float((actual.double() - expected.double()).abs().max())
         self._line(difference <= atol, what, f"differs by {difference:.1e}", f"at most {atol:.0e}")
 
     def at_least(self, what: str, ratio: float, demand: float) -> None:
-        """Demand a lower bound of a ratio."""
+        """Require a ratio of at least `demand`."""
         self._line(ratio >= demand, what, f"{ratio:.2f}x", f"at least {demand:.2f}x")
 
     def at_most(self, what: str, ratio: float, demand: float) -> None:
-        """Demand an upper bound of a ratio."""
+        """Require a ratio of at most `demand`."""
         self._line(ratio <= demand, what, f"{ratio:.2f}x", f"at most {demand:.2f}x")
 
     def below(self, what: str, seconds: float, demand: float) -> None:
-        """Demand an upper bound of a duration."""
+        """Require a duration of at most `demand` seconds."""
         limit = f"at most {demand * 1000:.0f} ms"
         self._line(seconds <= demand, what, f"{seconds * 1000:.1f} ms", limit)
 
     def note(self, what: str, value: str) -> None:
-        """Print a value that has no demand."""
+        """Print a value without a requirement."""
         print(f"      {what}: {value}")
 
     def exit(self) -> None:
-        """Exit with status 1 when a demand was missed, else with 0."""
+        """Exit with status 1 if a requirement failed, else with 0."""
         sys.exit(1 if self.failed else 0)
 
     def _line(self, is_met: bool, what: str, measured: str, demand: str) -> None:

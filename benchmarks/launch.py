@@ -1,14 +1,16 @@
-"""Measure what a stage costs beside its work: in this process and on a worker group of Ray, cold
-and warm. `benchmarks.scale` measures what it costs the driver.
+"""Measure the overhead of a stage in this process and on a Ray worker group, cold and warm.
 
-`python -m benchmarks.launch`; about two minutes, most of it Ray's start. The stages are real but as
-small as they get: a star of `linear` over tasks of two classes with four train and two test images,
-one epoch of one step, a backbone of one block. What is left is the price of a stage: job, look-up,
-backbone, head, shards, history, result, events.
+Command: `python -m benchmarks.launch`. It takes about two minutes, mostly to start Ray.
+`benchmarks.scale` measures the cost of a stage in the driver.
 
-`on_ray` shows the start of Ray and of a worker group by themselves; a further stage counts from the
-first training stage that is done. `beside` runs a chain whose tasks take seconds, with one group
-and with two: the second one evaluates while the first trains the next task.
+The stages are real but as small as possible: a star of `linear` over tasks of two classes with four
+training and two test images, one epoch of one step, and a backbone of one block. The time is
+therefore overhead: job, look-up, backbone, head, shards, history, result and events.
+
+`on_ray` reports the start of a worker group separately. The time of further stages counts from the
+end of the first training stage. `measure_overlap` runs a chain with tasks of several seconds on
+one and on two groups. With two groups, the second evaluates a task while the first trains the next
+one.
 """
 
 from __future__ import annotations
@@ -36,16 +38,15 @@ from pipeline.launch.local import LocalExecutor
 from pipeline.shell.console import Console
 
 RAY_TASKS = 10
-LOCAL_DEMAND = 0.1  # seconds of CPU per stage in this process
+LOCAL_DEMAND = 0.1  # CPU seconds per stage in this process
 RAY_DEMAND = 0.2  # seconds between two stages on a warm group
 CHAIN_TASKS = 5
-# of the time that evaluating all tasks but the last takes, the share during which a later task
-# trains
+# Minimum share of the evaluation time, without the last task, during which a later task trains.
 BESIDE_DEMAND = 0.8
 
 
 class Times:
-    """A watcher that records when each stage was launched and done, and its seconds of work."""
+    """A watcher that records the launch time, end time and work seconds of each stage."""
 
     def __init__(self) -> None:
         self.launched: dict[str, float] = {}
@@ -78,10 +79,10 @@ def star(
     )
 
 
-def walk_over(
+def walk_graph(
     store: Store, graph: Graph, executor: Callable[[set[str]], Executor]
 ) -> tuple[Outcome, Times]:
-    """Run a graph; return its outcome and the times of its stages."""
+    """Run a graph and return its outcome and the times of its stages."""
     times = Times()
     lookups = look_up_all(graph, store, None)
     watchers: list[Watcher] = [times, Console(graph, lookups, io.StringIO())]
@@ -89,7 +90,7 @@ def walk_over(
 
 
 def nothing_to_report(stage: Stage) -> dict[str, Any]:
-    """Return an empty report; a stage of the driver."""
+    """Return an empty result for the report stage, which runs in the driver."""
     return {}
 
 
@@ -108,7 +109,7 @@ def local(report: Report) -> None:
                 cpu.setdefault(stage.step, []).append(time.process_time() - began)
                 return manifest
 
-        walk_over(
+        walk_graph(
             store,
             graph,
             lambda todo: Timed(store, config.cluster, nothing_to_report, lambda event: None),
@@ -123,15 +124,15 @@ def local(report: Report) -> None:
 
 
 def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
-    """Measure the start of a group of one worker, and the time between two of its stages.
+    """Measure the start of a group of one worker and the time between two of its stages.
 
-    Times are medians over the train and evaluate stages.
+    Times between stages are medians over the train and evaluate stages.
     """
     with tempfile.TemporaryDirectory() as folder:
         store, graph, config = star(Path(folder), RAY_TASKS, methods, workers=1, groups=1)
         cpu = time.process_time()
         cluster = config.cluster
-        _, times = walk_over(
+        _, times = walk_graph(
             store,
             graph,
             lambda todo: start_ray_executor(
@@ -139,7 +140,7 @@ def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
             ),
         )
         cpu = time.process_time() - cpu
-        # the first stage of the group; it waits for the group alone
+        # the first stage, which waits only for the start of the group
         first, inside = times.done["backbone"]
         report.note(
             f"cold start of a worker group, {name}, until its first stage begins",
@@ -161,12 +162,12 @@ def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
 
 
 def ray_executor(store: Store, cluster: ClusterSettings, todo: set[str]) -> RayExecutor:
-    """Return an executor of up to two worker groups."""
+    """Return an executor with at most two worker groups."""
     return start_ray_executor(store, cluster, nothing_to_report, lambda event: None, 2)
 
 
-def beside(report: Report) -> None:
-    """Measure how much of a chain's evaluation runs beside the training of a later task.
+def measure_overlap(report: Report) -> None:
+    """Measure the share of a chain's evaluation that overlaps with training of a later task.
 
     Each group has one thread. The gain in wall time needs two idle cores; the share does not.
     """
@@ -193,7 +194,7 @@ def beside(report: Report) -> None:
             )
             cluster: ClusterSettings = config.cluster
             on_two_groups = partial(ray_executor, store, cluster)
-            _, times = walk_over(store, graph, on_two_groups)
+            _, times = walk_graph(store, graph, on_two_groups)
             spans = {
                 stage: (when - inside, when)
                 for stage, (when, inside) in times.done.items()
@@ -226,7 +227,7 @@ def beside(report: Report) -> None:
 
 
 def main() -> None:
-    """Measure stages in this process, on one group, and on two groups side by side."""
+    """Measure stages in this process, on one group and on two parallel groups."""
     start()
     report = Report()
     local(report)
@@ -235,7 +236,7 @@ def main() -> None:
     report.note("cold start of Ray itself", f"{time.monotonic() - began:.1f} s")
     on_ray(report, {"linear": {}}, "a star, the first group")
     on_ray(report, {"finetune": {}}, "a chain, a second group while Ray is up")
-    beside(report)
+    measure_overlap(report)
     ray.shutdown()
     report.exit()
 

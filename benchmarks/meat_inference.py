@@ -1,9 +1,9 @@
-"""Compare MEAT's compact inference, without masked tokens and neurons, with plain timm and with the
-dense masked forward.
+"""Compare MEAT's compact inference, which removes masked tokens and neurons, with plain timm and
+with the dense masked forward pass.
 
-`python -m benchmarks.meat_inference`; DeiT-Ti at 224 px, batch of 8, one thread, about half a
-minute. Weights and masks are random, which does not change the amount of work. Token and neuron
-masks in all 12 blocks.
+Command: `python -m benchmarks.meat_inference`. It takes about half a minute, with DeiT-Ti at 224
+px, token and neuron masks in all 12 blocks, a batch of 8 and one thread. Weights and masks are
+random, which does not change the amount of work.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from workers.methods.meat import Meat, MeatSettings
 from workers.model.vit import build
 from workers.storage.taskstate import TaskState
 
-# Keep ratio of tokens and neurons -> least ratio of plain timm to compact.
+# Keep ratio of tokens and neurons -> minimum ratio of the times of plain timm / compact.
 DEMANDS = {0.5: 1.3, 0.8: 1.1}
-# The same for one token mask in all blocks, keep ratio 0.5: the first block drops the tokens.
+# The same at keep ratio 0.5 with one token mask for all blocks: the first block drops the tokens.
 SHARED_DEMAND = 2.0
 BATCH = 8
 

@@ -1,10 +1,10 @@
 """Compare the training step of every method with full fine-tuning of the same ViT, and serving a
 task with the plain backbone.
 
-`python -m benchmarks.methods [NAME ...]`; ViT-Ti at 96 px, batches of 16 random images, fp32, one
-rank, one thread, a few minutes. A chain is timed on its second task, and the method protects the
-first task in its own way. With a memory, half of each batch is of the first task. Weights are
-random, which does not change the amount of work.
+Command: `python -m benchmarks.methods [NAME ...]`. It takes a few minutes, with ViT-Ti at 96 px,
+batches of 16 random images, fp32, one rank and one thread. Methods that form a chain are timed on
+the second task, with their protection of the first task. If a method has a memory, half of each
+batch is from the first task. Weights are random, which does not change the amount of work.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState
 
 SIDE, BATCH, CLASSES, ROUNDS = 96, 16, 20, 7
-STEPS = 100  # in an epoch of the schedule; a timed step is one of its first
+STEPS = 100  # per epoch of the schedule; the timed steps are the first ones
 SERVING_DEMAND = 1.10  # a served task with folded masks / the plain backbone with a head
-# Most that a training step costs, relative to full fine-tuning, in CPU time. Other methods are
-# measured without a demand.
+# Maximum CPU time of a training step, relative to full fine-tuning. Other methods are measured
+# without a requirement.
 TRAINING_DEMANDS = {
     "linear": 0.45,
     "adapter": 0.95,
@@ -77,10 +77,16 @@ DATA = DataSettings()
 
 @dataclass(frozen=True)
 class Conditions:
-    """How a training step is measured.
+    """Conditions of a measured training step.
 
-    position: of the task in the stream, from 0; a method without a chain trains the first one.
-    is_captured: with `train.compile: step`.
+    Attributes:
+        side: Side of the images in pixels.
+        batch: Images per step.
+        position: Position of the task in the stream, from 0. Methods that do not form a chain
+            always train the first task.
+        precision: Precision of training.
+        device: Device of training.
+        is_captured: Train with `train.compile: step`.
     """
 
     side: int = SIDE
@@ -102,7 +108,7 @@ class Conditions:
 
 
 class Pictures:
-    """A feed for methods that read images before they train: random images of some tasks."""
+    """A feed of random images of some tasks, for methods that read images before training."""
 
     def __init__(self, tasks: tuple[Task, ...], conditions: Conditions) -> None:
         self.tasks = tasks
@@ -110,7 +116,7 @@ class Pictures:
         self.group = dist.Group(device=conditions.device)
 
     def evaluate(self) -> Iterator[Batch]:
-        """Yield one batch a task, with four images of each class."""
+        """Yield one batch per task, with four images per class."""
         device = self.group.device
         for index, task in enumerate(self.tasks):
             images = torch.randn(4 * CLASSES, 3, self.side, self.side).to(device)
@@ -121,7 +127,7 @@ class Pictures:
             )
 
     def epoch(self, epoch: int, step: int = 0) -> Iterator[list[Batch]]:
-        """Yield the same batches, each as all of a step."""
+        """Yield the same batches, one per step."""
         for batch in self.evaluate():
             yield [batch]
 
@@ -131,7 +137,7 @@ def list_task_keys(task: Task) -> list[str]:
     return [f"train/{task.name}/{i:03d}" for i in range(4 * CLASSES)]
 
 
-def feed_of(pictures: Pictures, split: str, training: bool) -> Any:
+def get_feed(pictures: Pictures, split: str, training: bool) -> Any:
     """Return the same feed for every split."""
     return pictures
 
@@ -143,10 +149,10 @@ def keys_by_class(task: Task) -> dict[str, list[str]]:
 
 
 class Training:
-    """A method in the middle of a stage; for a chain, in the training of a later task.
+    """A method in the middle of a training stage; in a chain, of a later task.
 
-    Of the later steps of the tasks before it, those are run that choose exemplars, or have no
-    training where the method loads the states of earlier tasks.
+    Of the further steps of earlier tasks, only these are run: steps that choose exemplars and, if
+    the method needs the states of earlier tasks, steps without training.
     """
 
     def __init__(
@@ -180,7 +186,9 @@ class Training:
         )
         self.states: dict[str, TaskState] = {}
         self.carried: Carried | None = None
-        stages = [(0, cls.steps_for(settings, 0)[0].name)]  # position in the stream, step
+        stages = [
+            (0, cls.steps_for(settings, 0)[0].name)
+        ]  # (position in the stream, name of the step)
         for position in range(conditions.position if cls.carries else 0):
             first, *_ = cls.steps_for(settings, position + 1)
             if not first.trains:  # only the first task trains
@@ -200,7 +208,7 @@ class Training:
         self.capture: StepCapture | None = None
         if conditions.is_captured:
             self.capture = StepCapture(self.method, self.optimizer, device)
-        self.casts = ExitStack()  # as long as the object lives
+        self.casts = ExitStack()  # entered for the lifetime of the object
         self.casts.enter_context(loop.cast_frozen_layers(self.job, self.method))
         self.method.train()
         generator = torch.Generator().manual_seed(1)
@@ -209,14 +217,16 @@ class Training:
         self.images = torch.randn(shape, generator=generator).to(device)
         self.labels = torch.randint(0, CLASSES, (self.size,), generator=generator).to(device)
         tasks_of_images = torch.arange(self.size) % len(tasks)
-        self.num_replayed = 0  # beside the images of the last task
+        self.num_replayed = 0  # in addition to the images of the last task
         if isinstance(self.method, ReplaysSamples) and memory:
             tasks_of_images.fill_(len(tasks) - 1)
             self.num_slots = sum(map(len, memory.values()))
             self.num_replayed = sum(self.method.replay_draws())
         self.counts = tuple(torch.bincount(tasks_of_images).tolist())
         self.tasks = tasks_of_images.to(device)
-        self.features: Tensor | None = None  # beside the images, as from `Feed.add_features`
+        self.features: Tensor | None = (
+            None  # cached features of the images, as from `Feed.add_features`
+        )
         self.steps = 0
 
     def _begin(
@@ -254,7 +264,7 @@ class Training:
             if self.cls.trains_on == "seen" or task == TASKS[position] or memory.get(task.name)
         )
         pictures = Pictures(tasks, conditions)
-        data = StepData(partial(feed_of, pictures), keys_by_class)
+        data = StepData(partial(get_feed, pictures), keys_by_class)
         groups = self.method.begin(replace(context, training_tasks=tasks, data=data))
         self.method.to(device)
         trained: set[int] = set()
@@ -265,7 +275,7 @@ class Training:
         return groups, tasks, memory
 
     def _finish(self) -> None:
-        """Finish the step in progress, and keep its results for the next step."""
+        """Finish the current step and keep its results for the next step."""
         state, self.carried = self.method.finish()
         self.states[state.task] = state
 
@@ -286,7 +296,7 @@ class Training:
         return sums["loss"].clone()  # the next captured step overwrites it
 
     def replay_batch(self) -> Batch:
-        """Return a replay batch, with the images of the step again and again."""
+        """Return a replay batch, which repeats the images of the step."""
         positions = torch.arange(self.num_replayed)
         rng = StepRng(1, 0, self.steps, positions, self.num_replayed, self.group.device)
         rows = rng.positions_on_device % self.size
@@ -298,9 +308,9 @@ class Training:
 
     @torch.no_grad()
     def served(self) -> Method:
-        """Return the method on another copy of the backbone, with the finished task loaded.
+        """Return the method on a new copy of the backbone, with the finished task loaded.
 
-        Later steps of the task run first if none of them trains.
+        The further steps of the task run first if none of them trains.
         """
         self._finish()
         later = self.cls.steps_for(self.settings, self.position)[1:]
@@ -325,7 +335,7 @@ BACKBONE = vit.build(BackboneSettings(img_size=SIDE))
 
 
 def main(names: list[str]) -> None:
-    """Measure the methods of these names."""
+    """Measure the methods with these names."""
     start()
     report = Report()
     full = {scenario: Training("finetune", BACKBONE, scenario) for scenario in ("task", "class")}
@@ -353,7 +363,7 @@ def serve(name: str, training: Training, report: Report) -> None:
     assert task is not None
     plain = copy.deepcopy(BACKBONE).eval()
     images = training.images
-    method.logits(images, task.name)  # folds masks into the weights, once
+    method.logits(images, task.name)  # the first call folds masks into the weights
     head = torch.nn.Linear(192, CLASSES)
     timing = interleave(
         {"plain": lambda: head(plain(images)), name: lambda: method.logits(images, task.name)},
@@ -361,13 +371,15 @@ def serve(name: str, training: Training, report: Report) -> None:
     )
     ratio = timing.ratio(name, "plain")
     what = f"{name}, serving a task against the plain backbone"
-    if method.flops_share(training.states[task.name]) > 1:  # more than the backbone by design
+    if (
+        method.flops_share(training.states[task.name]) > 1
+    ):  # needs more work than the backbone by design
         report.note(what, f"{ratio:.2f}x")
     else:
         report.at_most(what, ratio, SERVING_DEMAND)
 
 
 if __name__ == "__main__":
-    # supsup_nn is left out: it decides on images of a feed, and its training step is supsup's
+    # supsup_nn is excluded: it chooses masks with images of a feed, and trains like supsup
     trained = [name for name, cls in METHODS.items() if cls.has_training()]
     main(sys.argv[1:] or [name for name in trained if name != "supsup_nn"])

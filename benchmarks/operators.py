@@ -1,11 +1,12 @@
-"""Count the operators that one training step dispatches, by method, at the first and third task.
+"""Count the operators that a training step dispatches, by method, at the first and third task.
 
-`python -m benchmarks.operators [METHOD ...]`; about two minutes for all methods. It needs a CPU
-only: no GPU, no data set, and the weights of the network are random. Steps run under bf16 autocast,
-beside a plain PyTorch loop that fine-tunes the same network. An operator of a list of tensors
-(`_foreach_*`, `_fused_*`) counts once per tensor. Views and empty tensors, which start no kernel on
-a GPU, are counted separately, and so are reads of a value by the host. Casts are operators, too;
-their column says how many of the operators they are.
+Command: `python -m benchmarks.operators [METHOD ...]`. It takes about two minutes for all methods.
+It needs only a CPU: no GPU and no data set. The weights of the network are random.
+
+Steps run under bf16 autocast and are compared with a plain PyTorch loop that fine-tunes the same
+network. An operator on a list of tensors (`_foreach_*`, `_fused_*`) counts once per tensor. Views
+and empty tensors, which start no kernel on a GPU, and reads of a value by the host are counted
+separately. Casts count as operators, and a column shows their number.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from workers.methods import METHODS
 from workers.model import vit
 
 SIDE, BATCH = 32, 8
-POSITIONS = (0, 2)  # of the measured task in the stream
-# Operators that only describe memory that exists, or take memory without writing it.
+POSITIONS = (0, 2)  # positions of the measured tasks in the stream
+# Operators that return a view, or allocate memory without writing to it.
 VIEWS = re.compile(
     "view|_unsafe_view|t|transpose|permute|expand|slice|select|unsqueeze|squeeze|alias|detach|"
     "as_strided|split|split_with_sizes|unbind|reshape|_reshape_alias|narrow|diagonal|unflatten|"
@@ -74,7 +75,7 @@ class OperatorCounter(DispatchMode):
 
 
 def count(step: Callable[[], object]) -> OperatorCounter:
-    """Count the operators of a step, after two steps that are not counted."""
+    """Count the operators of a step after two warm-up steps."""
     step()
     step()
     counter = OperatorCounter()

@@ -1,11 +1,14 @@
-"""Compare methods on pretrained backbones with the passes that they cannot do without.
+"""Compare methods on pretrained backbones with the minimum work that they need.
 
-`python -m benchmarks.pretrained`; ViT-Ti, fp32, one rank, one thread, some minutes. Class
-statistics at 224 px: the stages of a task against one forward pass over its decoded images, and the
-solution of the ridge regression. Prompts at 96 px: a training step against a query pass and a
-prompted pass that are written by hand. Rehearsal at 96 px: a step with a replayed batch against
-fine-tuning on as many images. Adapters at 96 px: the prediction of EASE and MOS after ten tasks, in
-forward passes of the backbone. Weights are random, which does not change the amount of work.
+Command: `python -m benchmarks.pretrained`. It takes some minutes, with ViT-Ti, fp32, one rank and
+one thread. Weights are random, which does not change the amount of work.
+
+- Class statistics at 224 px: the stages of a task, against one forward pass over its decoded images
+  and, for RanPAC, the solution of the ridge regression.
+- Prompts at 96 px: a training step, against a hand-written query pass and prompted pass.
+- Rehearsal at 96 px: a step with a replayed batch, against fine-tuning on as many images.
+- Adapters at 96 px: a prediction of EASE and MOS after ten tasks, in forward passes of the
+  backbone.
 """
 
 from __future__ import annotations
@@ -32,27 +35,27 @@ STATISTICS_DEMAND = 1.10  # the stages of a task / a forward pass (and the solut
 # a training step / a query pass and a prompted pass; with kept queries / a prompted pass
 PROMPT_DEMAND = 1.05
 REPLAY_DEMAND = 1.03  # a step with a replayed batch / fine-tuning on as many images
-SIDE, IMAGES, ROUNDS = 224, 40, 7  # images of each class
+SIDE, IMAGES, ROUNDS = 224, 40, 7  # IMAGES is per class
 GROUP = dist.Group()
 STATISTICS = ("simplecil", "ncm", "slda", "fecam", "ranpac")
 REPLAYING = ("er", "er_ace", "dark_replay")
 
 
 def ignore(event: Any) -> None:
-    """Drop a progress report."""
+    """Ignore a progress event."""
 
 
 # ---- class statistics ----------------------------------------------------------------------------
 def compare_statistics(report: Report, folder: Path) -> None:
-    """Time the stages of a task with class statistics against a pass over its images."""
+    """Compare the stages of a task with class statistics and a forward pass over its images."""
     card = stream.draw_images(folder, 4, train=IMAGES, test=1, sides=(SIDE,))
     backbone = {"name": "vit_tiny_patch16_224", "img_size": SIDE, "crop_pct": 1.0}
     store, graph, _ = stream.plan(
         folder, card, 1, backbone=backbone, methods={name: {} for name in STATISTICS}
     )
     stream.ingest(store, graph)
-    loop.run_stage(stream.job_of(graph, "backbone"), GROUP, ignore)
-    features_job = stream.job_of(graph, "features/t-0")
+    loop.run_stage(stream.find_job(graph, "backbone"), GROUP, ignore)
+    features_job = stream.find_job(graph, "features/t-0")
     loop.run_stage(features_job, GROUP, ignore)
     assert features_job.task is not None
     network = restore.load_backbone(features_job).eval()
@@ -69,7 +72,7 @@ def compare_statistics(report: Report, folder: Path) -> None:
 
     @torch.no_grad()
     def forward_and_solve() -> None:
-        """Fit on all rows but the last fifth with each penalty, and on all rows with one."""
+        """Solve with each penalty on all rows but the last fifth, and once on all rows."""
         hidden = F.relu(forward() @ projection).double()
         for penalty in (*PENALTIES, 1.0):
             part = slice(0, len(hidden) - len(hidden) // 5 * (penalty != 1.0))
@@ -78,7 +81,7 @@ def compare_statistics(report: Report, folder: Path) -> None:
 
     def run(name: str) -> None:
         feature_stage.compute_features(features_job, GROUP, ignore)
-        loop.train_task(stream.job_of(graph, f"{name}/t-0/statistics"), GROUP, ignore)
+        loop.train_task(stream.find_job(graph, f"{name}/t-0/statistics"), GROUP, ignore)
 
     variants: dict[str, Callable[[], object]] = {name: partial(run, name) for name in STATISTICS}
     variants |= {"forward": forward, "forward and solve": forward_and_solve}
@@ -93,8 +96,11 @@ def compare_statistics(report: Report, folder: Path) -> None:
 class PromptedPass:
     """A query pass and a training step of a prompted ViT, written by hand.
 
-    tokens: number of prompt tokens in front of the patches, whose outputs the head reads.
-    rows: number of prefix rows of each block, from the first on.
+    Args:
+        images: Images of the batch.
+        labels: Labels of the batch.
+        tokens: Number of prompt tokens before the patches. The head reads their mean output.
+        rows: Number of prefix rows per block, beginning with the first block.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, tokens: int = 0, rows: tuple[int, ...] = ()):
@@ -109,13 +115,13 @@ class PromptedPass:
         self.vit.requires_grad_(False)
 
     def step(self) -> Tensor:
-        """Return the loss of a step after a query pass."""
+        """Run a query pass and a training step; return the loss."""
         with torch.no_grad():
             self.vit(self.images)
         return self.prompted_step()
 
     def prompted_step(self) -> Tensor:
-        """Return the loss of a step without a query pass."""
+        """Run a training step without a query pass; return the loss."""
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.head(self.features()), self.labels)
         loss.backward()
@@ -123,7 +129,7 @@ class PromptedPass:
         return loss.detach()
 
     def features(self) -> Tensor:
-        """Return the features of the images, with prompts."""
+        """Return the features of the images under the prompts."""
         vit = self.vit
         x = vit._pos_embed(vit.patch_embed(self.images))
         count = len(self.prompts)
@@ -139,7 +145,7 @@ class PromptedPass:
         return features
 
     def attend(self, attn: Any, x: Tensor, prefix: Tensor | None) -> Tensor:
-        """Return the output of attention with keys and values of a prefix in front."""
+        """Return the output of attention; the prefix is prepended to the keys and values."""
         batch, count, width = x.shape
         qkv = attn.qkv(x).reshape(batch, count, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
@@ -153,7 +159,7 @@ class PromptedPass:
 
 
 def compare_prompts(report: Report) -> None:
-    """Time a training step of each method with prompts against the passes by hand."""
+    """Compare a training step of each method with prompts with hand-written passes."""
     for name in ("l2p", "dualprompt", "coda"):
         training = Training(name, BACKBONE, "class", Conditions())
         settings: Any = training.method.settings
@@ -177,7 +183,7 @@ def compare_prompts(report: Report) -> None:
 
 # ---- rehearsal -----------------------------------------------------------------------------------
 def compare_replay(report: Report) -> None:
-    """Time a step with a replayed batch against fine-tuning on as many images."""
+    """Compare a step with a replayed batch with fine-tuning on as many images."""
     for name in REPLAYING:
         training = Training(name, BACKBONE, "class")
         plain = Training(
@@ -190,7 +196,7 @@ def compare_replay(report: Report) -> None:
 
 # ---- adapters ------------------------------------------------------------------------------------
 def compare_inference(report: Report, folder: Path, tasks: int = 10) -> None:
-    """Time predictions without the task, after `tasks` tasks, against a forward pass."""
+    """Compare a prediction without the task after `tasks` tasks with a forward pass."""
     card = stream.draw_images(folder, 2 * tasks, train=4, test=1, sides=(96,))
     store, graph, _ = stream.plan(
         folder,
@@ -210,9 +216,9 @@ def compare_inference(report: Report, folder: Path, tasks: int = 10) -> None:
         if isinstance(stage.job, IngestJob) or stage.step == "report":
             continue
         if stage.step == "evaluate":
-            last[stage.method] = stream.job_of(graph, stage.id)
+            last[stage.method] = stream.find_job(graph, stage.id)
         else:
-            loop.run_stage(stream.job_of(graph, stage.id), GROUP, ignore)
+            loop.run_stage(stream.find_job(graph, stage.id), GROUP, ignore)
     images = torch.randn(BATCH, 3, 96, 96)
     for name in ("ease", "mos"):
         method: Any = restore.restore_finished_method(last[name], GROUP)
@@ -234,7 +240,7 @@ def compare_inference(report: Report, folder: Path, tasks: int = 10) -> None:
 
 
 def main() -> None:
-    """Measure all of it."""
+    """Run all comparisons."""
     start()
     report = Report()
     compare_prompts(report)

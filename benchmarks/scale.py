@@ -1,12 +1,14 @@
-"""Measure what a stage costs the driver and the store in graphs of 100, 1,000 and 10,000 stages.
+"""Measure the cost of a stage in the driver and the store, in graphs of 100, 1,000 and 10,000
+stages.
 
-`python -m benchmarks.scale`; about four minutes. The graph is that of a real config: as many stars
-(`linear`) as chains (`finetune`) over 25 tasks; more stages are more methods. The stages do not
-run: the executor reports at once that each is done, so all CPU time is the driver's.
+Command: `python -m benchmarks.scale`. It takes about four minutes. The graphs are built from real
+configs with equal numbers of stars (`linear`) and chains (`finetune`) over 25 tasks. Larger graphs
+have more methods. The stages do not run: the executor reports each stage as done at once, so all
+CPU time is spent by the driver.
 
-The number of tasks does not grow, because an evaluation of a chain measures all tasks so far. Its
-job and its key hold T entries after T tasks, so a run holds T*T, as the accuracy matrix does. A
-star of 5,000 tasks is noted as well.
+The number of tasks is constant, because an evaluation in a chain covers all tasks so far. Its job
+and its key have T entries after T tasks, so a run has T*T entries, like the accuracy matrix. A star
+of 5,000 tasks is measured without a requirement.
 """
 
 from __future__ import annotations
@@ -41,16 +43,16 @@ from pipeline.shell.console import Console
 from workers.storage.artifact import Attempt
 
 TASKS = 25
-METHODS = (1, 10, 100)  # stars, and as many chains
+METHODS = (1, 10, 100)  # number of stars, and of chains
 STAR_TASKS = 5_000
-WATCHED = 0.001  # seconds of driver CPU per stage of a run that is printed, logged and recorded
+WATCHED = 0.001  # seconds of driver CPU per stage of a run with console, log and journal
 DRIVER_DEMAND = 0.010  # seconds of driver CPU per stage, all parts together
-GROWTH_DEMAND = 1.2  # most that a stage costs in a larger graph, relative to a smaller one
-STORE_DEMAND = 1.5  # the same for look-ups of published results: folders of a disk grow too
+GROWTH_DEMAND = 1.2  # maximum cost of a stage in a larger graph, relative to a smaller graph
+STORE_DEMAND = 1.5  # the same for look-ups of published results, because folders on disk grow too
 
 
 class Instant:
-    """An executor for which every stage is done at once."""
+    """An executor that reports every stage as done at once."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -72,13 +74,13 @@ class Instant:
 
 
 def plan(folder: Path, tasks: int, methods: dict[str, Any]) -> tuple[Store, Graph, Config]:
-    """Draw images into a folder and return the graph of a stream over them."""
+    """Write images to a folder and return the graph of a stream over them."""
     card = stream.draw_images(folder, 2 * tasks, train=1, test=1, sides=(16,))
     return stream.plan(folder, card, tasks, backbone={**stream.tiny()}, methods=methods)
 
 
 def pairs(count: int) -> dict[str, Any]:
-    """Return the settings of `count` stars and as many chains; no two stages share a key."""
+    """Return the settings of `count` stars and `count` chains. No two stages share a key."""
     methods: dict[str, Any] = {}
     for method in ("linear", "finetune"):
         for i in range(count):
@@ -86,10 +88,10 @@ def pairs(count: int) -> dict[str, Any]:
     return methods
 
 
-def parts_of(store: Store, graph: Graph, config: Config) -> dict[str, Callable[[], object]]:
-    """Return the driver's work for a run without any result in the store, by part.
+def list_parts(store: Store, graph: Graph, config: Config) -> dict[str, Callable[[], object]]:
+    """Return functions for the parts of the driver's work in a run with an empty store.
 
-    A record of an earlier run of the same name exists.
+    A record of an earlier run with the same name exists.
     """
     record = make_record(graph, config, [], {})
     empty = Store(f"{store.storage}-of-nothing")
@@ -115,8 +117,14 @@ def parts_of(store: Store, graph: Graph, config: Config) -> dict[str, Callable[[
 
 
 class Observed(NamedTuple):
-    """What a run leaves behind. screen, log, events: lines on an output that is not a terminal, in
-    driver.log, and in events.jsonl. cpu_s: CPU time of the driver, with that of its threads."""
+    """Output and CPU time of a run.
+
+    Attributes:
+        screen: Lines on an output that is not a terminal.
+        log: Lines in driver.log.
+        events: Lines in events.jsonl.
+        cpu_s: CPU seconds of the driver with its threads.
+    """
 
     screen: int
     log: int
@@ -125,9 +133,11 @@ class Observed(NamedTuple):
 
 
 def observed_run(store: Store, graph: Graph) -> Observed:
-    """Run stages that are done at once, watched as a run is, and count what that leaves behind.
+    """Run stages that are done at once, with the watchers of a real run, and count their output.
 
-    store: has no result of any stage.
+    Args:
+        store: A store without results of the stages.
+        graph: The graph.
     """
     lookups = look_up_all(graph, store, None)
     output = io.StringIO()
@@ -151,7 +161,7 @@ def observed_run(store: Store, graph: Graph) -> Observed:
 
 
 def note_observed(report: Report, graph: Graph) -> None:
-    """Note what a run of a graph prints and logs, and demand that it costs little CPU time."""
+    """Report how many lines a run of a graph prints and logs, and check its CPU time per stage."""
     runs: list[Observed] = []
     for _ in range(3):
         with tempfile.TemporaryDirectory() as folder:
@@ -168,7 +178,7 @@ def note_observed(report: Report, graph: Graph) -> None:
 
 
 def publish(store: Store, graph: Graph) -> None:
-    """Publish a result of one file of 1 KiB for every stage."""
+    """Publish a result with one file of 1 KiB for every stage."""
     for stage in graph:
         attempt = Attempt(store.root, stage.key)
         attempt.write("task.safetensors", bytes(1024))
@@ -178,7 +188,16 @@ def publish(store: Store, graph: Graph) -> None:
 def measure(
     runs: dict[int, dict[str, Callable[[], object]]], report: Report, what: str
 ) -> dict[int, float]:
-    """Return CPU seconds per stage of all parts together, by number of stages; note the parts."""
+    """Measure CPU seconds per stage, and report them by part.
+
+    Args:
+        runs: Number of stages -> function for each part.
+        report: The report.
+        what: Name of the measurement.
+
+    Returns:
+        Number of stages -> CPU seconds per stage of all parts together.
+    """
     variants: dict[str, Callable[[], object]] = {}
     for stages, parts in runs.items():
         for part, call in parts.items():
@@ -198,7 +217,7 @@ def measure(
 def memory(folder: Path, methods: int) -> float:
     """Return bytes per stage at the end of a run.
 
-    They hold the graph with its jobs, the look-ups, the walk and the record.
+    They include the graph with its jobs, the look-ups, the walk and the record.
     """
     gc.collect()
     tracemalloc.start()
@@ -219,21 +238,24 @@ def memory(folder: Path, methods: int) -> float:
 def demand_flat(
     report: Report, what: str, costs: dict[int, float], demand: float = GROWTH_DEMAND
 ) -> None:
-    """Demand that a stage of the largest graph costs little more than one of the smaller ones."""
+    """Check that a stage of the largest graph costs little more than in each smaller graph."""
     few, some, many = costs
     report.at_most(f"{what}, {many} stages against {few}", costs[many] / costs[few], demand)
     report.at_most(f"{what}, {many} stages against {some}", costs[many] / costs[some], demand)
 
 
 def main() -> None:
-    """Measure CPU time and memory of the driver, and look-ups of the store."""
+    """Measure CPU time and memory of the driver, and look-ups in the store."""
     start()
     report = Report()
     with tempfile.TemporaryDirectory() as name:
         folders = {methods: Path(name) / str(methods) for methods in METHODS}
         runs = {methods: plan(folder, TASKS, pairs(methods)) for methods, folder in folders.items()}
         cost = measure(
-            {len(graph): parts_of(store, graph, config) for store, graph, config in runs.values()},
+            {
+                len(graph): list_parts(store, graph, config)
+                for store, graph, config in runs.values()
+            },
             report,
             "driver",
         )
@@ -265,7 +287,7 @@ def main() -> None:
         demand_flat(report, "driver, memory per stage", stage_bytes)
         store, graph, config = plan(Path(name) / "star", STAR_TASKS, {"linear": {}})
         measure(
-            {len(graph): parts_of(store, graph, config)},
+            {len(graph): list_parts(store, graph, config)},
             report,
             f"driver, a star of {STAR_TASKS} tasks",
         )

@@ -1,11 +1,11 @@
-"""Measure what a trial of a search costs beside its stages, and how many stage runs equal prefixes
-save.
+"""Measure the overhead of a search trial, and the stage runs that are saved by shared prefixes.
 
-`python -m benchmarks.search`; about two minutes on Ray Tune. 100 trials of PackNet on two tasks of
-four images each, one epoch of one step, a backbone of one block. Trials are random points of a
-space of twelve, so that they share a prefix or all of their stages. `overhead` is wall time from
-the end of the first trial to the end of the last in which no stage ran, per trial and per
-concurrent trial.
+Command: `python -m benchmarks.search`. It takes about two minutes on Ray Tune, with 100 trials of
+PackNet on two small tasks, one epoch, and a backbone of one block. Trials are random points of a
+space of twelve points, so many trials share some or all of their stages.
+
+The overhead is the time without running stages between the end of the first and of the last trial:
+SIDE_BY_SIDE times the wall time, minus the seconds of all stages, per trial.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ def prepare(folder: Path) -> spec.Search:
 class EndedTrial(NamedTuple):
     """A finished trial."""
 
-    at: float  # when it was reported, by the monotonic clock
+    at: float  # time of the report, by the monotonic clock
     stages_s: float  # seconds of its stages
 
 
 def main() -> None:
-    """Run one search, and report its overhead and the stages that trials share."""
+    """Run a search and report its overhead and the stages that trials share."""
     start()
     report = Report()
-    ended: dict[int, EndedTrial] = {}  # by number of the trial, in the order of their ends
+    ended: dict[int, EndedTrial] = {}  # by trial number, in the order in which they ended
 
     def notify(record: Trial) -> None:
         if record["status"] == "finished" and record["number"] not in ended:

@@ -1,8 +1,11 @@
-"""Compare serving mixed batches grouped by task with serving image by image, with every task's
-network over the whole batch, and with a full model per task.
+"""Compare four ways to serve a batch with images of several tasks.
 
-`python -m benchmarks.serve`; a ViT of width 192 and 6 blocks at 96 px, 64 images, one thread, about
-three minutes. The method is MEAT; its masks keep half of the tokens and neurons.
+Grouping the images by task is compared with serving image by image, with running every task's
+network on the whole batch, and with a full model per task.
+
+Command: `python -m benchmarks.serve`. It takes about three minutes, with a ViT of width 192 and 6
+blocks at 96 px, 64 images and one thread. The method is MEAT, and its masks keep half of the tokens
+and neurons.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from workers.storage.taskstate import TaskState
 
 TASKS, BATCH, CLASSES = (2, 5, 10, 20), 64, 10
 SETTINGS = BackboneSettings(name="vit_tiny_patch16_224", img_size=96, options={"depth": 6})
-# Number of tasks -> least ratio of the loop over images to groups.
+# Number of tasks -> minimum ratio of the times of image by image / grouped.
 ONE_BY_ONE_DEMANDS = {2: 2.5, 5: 2.2, 10: 1.8, 20: 1.1}
-# Number of tasks -> least ratio of every task's network over the batch to groups.
+# Number of tasks -> minimum ratio of the times of every task's network on the batch / grouped.
 EVERY_NETWORK_DEMANDS = {2: 1.5, 5: 3.0, 10: 5.5, 20: 9.0}
 
 
 def meat(tasks: int) -> Meat:
-    """Return MEAT with so many tasks; random masks do not change the amount of work."""
+    """Return MEAT with `tasks` tasks and random masks, which do not change the amount of work."""
     method = Meat(build(SETTINGS), MeatSettings(ffn_masks="neuron"), seed=0)
     generator = torch.Generator().manual_seed(0)
     for task in range(tasks):
@@ -57,8 +60,8 @@ def meat(tasks: int) -> Meat:
     return method.requires_grad_(False).eval()
 
 
-def bytes_of(*modules: nn.Module) -> int:
-    """Return the bytes of all tensors of some modules; shared storage counts once."""
+def count_bytes(*modules: nn.Module) -> int:
+    """Return the bytes of all tensors of modules. Shared storage counts once."""
     storages: dict[int, int] = {}
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
@@ -67,8 +70,12 @@ def bytes_of(*modules: nn.Module) -> int:
     return sum(storages.values())
 
 
-def rows_of(tasks: list[str]) -> dict[str, Tensor]:
-    """Return the rows of each task's images, from the task of every image."""
+def group_rows(tasks: list[str]) -> dict[str, Tensor]:
+    """Return the row indices of each task's images.
+
+    Args:
+        tasks: The task of each image.
+    """
     rows: dict[str, list[int]] = {}
     for row, task in enumerate(tasks):
         rows.setdefault(task, []).append(row)
@@ -77,31 +84,31 @@ def rows_of(tasks: list[str]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def grouped(networks: Any, images: Tensor, tasks: list[str]) -> Tensor:
-    """Return logits as the server computes them: one forward per task over its images."""
+    """Return the logits as the server computes them, by one forward pass per task."""
     out = images.new_empty(len(images), CLASSES)
-    for name, rows in rows_of(tasks).items():
+    for name, rows in group_rows(tasks).items():
         out[rows] = networks(name)(images[rows])
     return out
 
 
 @torch.no_grad()
 def one_by_one(networks: Any, images: Tensor, tasks: list[str]) -> Tensor:
-    """Return logits by one forward per image."""
+    """Return the logits by one forward pass per image."""
     logits = [networks(task)(image[None]) for image, task in zip(images, tasks, strict=True)]
     return torch.cat(logits)
 
 
 @torch.no_grad()
 def every_network(networks: Any, images: Tensor, tasks: list[str], names: list[str]) -> Tensor:
-    """Return logits by every task's network over all images; one row per image is used."""
+    """Return the logits by running every task's network on all images and selecting rows."""
     logits = {name: networks(name)(images) for name in names}
     return torch.stack([logits[task][row] for row, task in enumerate(tasks)])
 
 
 def full_models(method: Meat, names: list[str]) -> dict[str, nn.Module]:
-    """Return a whole network per task, with masks folded into its weights.
+    """Return a full network per task, with the masks folded into its weights.
 
-    Serving without a shared backbone holds all of them in memory.
+    Without a shared backbone, a server holds all of them in memory.
     """
     models: dict[str, nn.Module] = {}
     for name in names:
@@ -113,7 +120,7 @@ def full_models(method: Meat, names: list[str]) -> dict[str, nn.Module]:
 
 
 def main() -> None:
-    """Compare logits, times and memory for every number of tasks."""
+    """Compare logits, times and memory for each number of tasks."""
     start()
     torch.manual_seed(0)
     report = Report()
@@ -127,12 +134,12 @@ def main() -> None:
         networks = partial(cache.get, make=method.compact)
         resident_before = process.memory_info().rss
         answers = grouped(networks, images, tasks)
-        shared_bytes = bytes_of(method) + cache.nbytes
+        shared_bytes = count_bytes(method) + cache.nbytes
         shared_resident = process.memory_info().rss - resident_before
         resident_before = process.memory_info().rss
         models = full_models(method, names)
         full = grouped(models.__getitem__, images, tasks)
-        full_bytes = bytes_of(*models.values())
+        full_bytes = count_bytes(*models.values())
         full_resident = process.memory_info().rss - resident_before
         report.equal(
             f"{count} tasks, logits grouped and one by one",

@@ -1,7 +1,8 @@
-"""A server under load: answers, latency, memory, and a replica that is killed.
+"""Measure a server under load: answers, latency, memory, and the loss of a replica.
 
-`python -m benchmarks.serve_load MODEL_DIR` starts `serve` with two replicas on a free port of
-127.0.0.1, asks it, and ends it; some minutes. MODEL_DIR is a folder that `bundle` wrote.
+Command: `python -m benchmarks.serve_load MODEL_DIR`. It takes some minutes. It starts `serve` with
+two replicas on a free port of 127.0.0.1, sends requests, kills a replica, and stops the server.
+MODEL_DIR is a folder that `bundle` wrote.
 """
 
 from __future__ import annotations
@@ -39,11 +40,16 @@ START_S, PATIENCE_S = 300.0, 120.0
 
 @dataclass
 class Figures:
-    """What a load gave.
+    """Results of a load.
 
-    statuses: of good and bad requests, repeated ones alike. unanswered: good requests that got no
-    200, and bad ones without a sentence. seconds: from the first try of a good request to its 200.
-    resident: bytes of the server's own process, at each tenth of the load.
+    Attributes:
+        good: HTTP status -> number of good requests, including repeated ones.
+        bad: HTTP status -> number of bad requests.
+        unanswered: Responses to good requests that never got status 200, and to bad requests
+            without a proper error message.
+        seconds: Seconds from the first try of each good request to its status 200.
+        resident: Resident bytes of the server's main process, at each tenth of the load.
+        wall_s: Wall time of the load in seconds.
     """
 
     good: Counter[int] = field(default_factory=Counter)
@@ -54,34 +60,34 @@ class Figures:
     wall_s: float = 0.0
 
     def quantile(self, share: float) -> float:
-        """Return the seconds within which this share of good requests was answered."""
+        """Return a quantile of the seconds until a good request was answered."""
         return sorted(self.seconds)[int(share * (len(self.seconds) - 1))]
 
 
 def picture() -> bytes:
-    """Return a PNG of 32 x 32 pixels."""
+    """Return a PNG image of 32 x 32 pixels."""
     stream = io.BytesIO()
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
     Image.fromarray(pixels).save(stream, "PNG")
     return stream.getvalue()
 
 
-def body_of(images: list[str], task: str) -> bytes:
+def build_body(images: list[str], task: str) -> bytes:
     """Return the body of a request."""
     return json.dumps({"images": images, "tasks": task}).encode()
 
 
 def bad_bodies(image: str, task: str) -> list[bytes]:
-    """Return requests that are to be refused with a sentence."""
+    """Return bodies of requests that the server must refuse with an error message."""
     return [
         b"{",
         b"[" * 10_000,
-        body_of([], task),
-        body_of([image[:-40]], task),
-        body_of(["/etc/passwd"], task),
-        body_of([image] * 65, task),
-        body_of([image], f"{task}-x"),
-        body_of([image], task).replace(b'"tasks"', b'"taks"'),
+        build_body([], task),
+        build_body([image[:-40]], task),
+        build_body(["/etc/passwd"], task),
+        build_body([image] * 65, task),
+        build_body([image], f"{task}-x"),
+        build_body([image], task).replace(b'"tasks"', b'"taks"'),
     ]
 
 
@@ -94,9 +100,16 @@ async def load(
     process: int = 0,
     halfway: Callable[[], object] = lambda: None,
 ) -> Figures:
-    """Send requests, so many at once, of which `BAD_SHARE` are bad if there are bad ones.
+    """Send requests to a server.
 
-    process: whose memory is read. halfway: called when half of them are sent.
+    Args:
+        url: Address of the server.
+        good: Body of good requests.
+        bad: Bodies of bad requests, which are BAD_SHARE of all requests; [] for none.
+        requests: Number of requests.
+        at_once: Number of concurrent requests.
+        process: Id of the process to record the memory of; 0 for none.
+        halfway: Called after half of the requests were sent.
     """
     figures = Figures()
     numbers = iter(range(requests))
@@ -124,7 +137,7 @@ async def load(
 async def send_good(
     session: aiohttp.ClientSession, url: str, body: bytes, figures: Figures
 ) -> None:
-    """Send a request that can be answered, and repeat it where the server says so."""
+    """Send a good request, and repeat it if the server asks to retry."""
     started = time.monotonic()
     while time.monotonic() - started < PATIENCE_S:
         async with session.post(url, data=body) as answer:
@@ -140,7 +153,7 @@ async def send_good(
 
 
 async def send_bad(session: aiohttp.ClientSession, url: str, body: bytes, figures: Figures) -> None:
-    """Send a request that is to be refused in one sentence."""
+    """Send a bad request and check that it is refused with a message of one line."""
     async with session.post(url, data=body) as answer:
         figures.bad[answer.status] += 1
         text = await answer.text()
@@ -150,7 +163,7 @@ async def send_bad(session: aiohttp.ClientSession, url: str, body: bytes, figure
 
 
 def kill_replica(server: int) -> None:
-    """End one replica of a server at once, as a crash would."""
+    """Kill one replica of a server, like a crash."""
     for process in psutil.Process(server).children(recursive=True):
         if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::ServeReplica"):
             process.kill()
@@ -160,13 +173,13 @@ def kill_replica(server: int) -> None:
 
 @contextmanager
 def server(model: str, *options: str) -> Iterator[tuple[str, int]]:
-    """Inside, serve a model folder; yield the server's address and process."""
+    """Context manager that serves a model folder and yields the address and process id."""
     port = ui.find_port("127.0.0.1")
     command = [sys.executable, "-m", "pipeline", "serve", model, "--port", str(port), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:
         assert process.stdout is not None
-        line = process.stdout.readline()  # it is printed when the server answers
+        line = process.stdout.readline()  # printed when the server is ready
         assert line.startswith(b"serving on "), line
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
@@ -179,8 +192,9 @@ def server(model: str, *options: str) -> Iterator[tuple[str, int]]:
 
 
 def batching(model: str) -> float:
-    """Return how many times as much CPU single images take one by one as in batches."""
-    # Ray reads its environment at import, which tests set after that of this module.
+    """Return the ratio of CPU times of single-image requests: one by one / in batches."""
+    # Imported late: Ray reads environment variables at import, and tests set them after they
+    # import this module.
     from pipeline.serving.deployment import MAX_BATCH_IMAGES, DecodedRequest, answer_requests
 
     predictor = Predictor.open(model)
@@ -198,7 +212,7 @@ def batching(model: str) -> float:
 
 
 def main() -> None:
-    """Measure a quiet server, a busy one, and one that loses a replica."""
+    """Measure a server with few requests, and one with many requests that loses a replica."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", metavar="MODEL_DIR")
     model = parser.parse_args().model
@@ -206,11 +220,11 @@ def main() -> None:
     report = Report()
     task = Predictor.open(model).tasks[0].name
     image = base64.b64encode(picture()).decode()
-    good, bad = body_of([image], task), bad_bodies(image, task)
+    good, bad = build_body([image], task), bad_bodies(image, task)
     report.at_least("single images one by one / in batches of requests, CPU", batching(model), 1.5)
     with server(model, "--replicas", "2") as (address, process):
         url = f"{address}/predict"
-        asyncio.run(load(url, good, [], 200))  # warms both replicas
+        asyncio.run(load(url, good, [], 200))  # warms up both replicas
         quiet = asyncio.run(load(url, good, [], QUIET_REQUESTS, QUIET_AT_ONCE))
         p50, p99 = quiet.quantile(0.5), quiet.quantile(0.99)
         report.note("2 at once", f"p50 {p50 * 1000:.1f} ms, p99 {p99 * 1000:.1f} ms")

@@ -1,4 +1,4 @@
-"""Generate a stream of pictures in one folder: raw images, a card, a config and the graph."""
+"""Generate a stream of images for benchmarks: image files, card, config and graph."""
 
 from __future__ import annotations
 
@@ -29,9 +29,17 @@ def draw_images(
 ) -> str:
     """Write images into folders per split and class; return the path of their card.
 
-    They are smooth with a little noise, and about as large in bytes as photographs of their size.
-    Sides and suffixes take turns. Half of an image is the same in all of its class, so that there
-    is something to learn.
+    The images are smooth with a little noise, so that their files are about as large as those of
+    photographs. An image is the mean of a random pattern and a pattern of its class, so a network
+    can learn the classes.
+
+    Args:
+        folder: Folder of the images and the card.
+        classes: Number of classes.
+        train: Training images per class.
+        test: Test images per class.
+        sides: Sides of the images in pixels, used in turn.
+        suffixes: Suffixes of the files, used in turn.
     """
     generator = np.random.default_rng(0)
     names = [f"c{i:04d}" for i in range(classes)]
@@ -70,9 +78,13 @@ def draw_images(
 def plan(
     folder: Path, card: str, tasks: int, **sections: Any
 ) -> tuple[Store, Graph, config.Config]:
-    """Return the graph of a stream that deals the card's classes to `tasks` tasks.
+    """Return the store, graph and config of a stream that splits a card into `tasks` tasks.
 
-    `sections` are those of a config file.
+    Args:
+        folder: Folder of the storage.
+        card: Path of the card.
+        tasks: Number of tasks.
+        **sections: Further sections of the config file, which replace the defaults.
     """
     body = {
         "name": "benchmark",
@@ -94,15 +106,15 @@ def ingest(store: Store, graph: Graph) -> None:
             attempt.run_ingest(store, stage, map, lambda event: None, deadline)
 
 
-def job_of(graph: Graph, stage_id: str) -> StageJob:
-    """Return the job of a worker's stage."""
+def find_job(graph: Graph, stage_id: str) -> StageJob:
+    """Return the job of a stage that runs on a worker."""
     job = graph[stage_id].job
     assert isinstance(job, StageJob)
     return job
 
 
 def tiny(side: int = 16) -> Mapping[str, Any]:
-    """Return the settings of a cheap backbone: one block of width 16 on 2 x 2 patches."""
+    """Return the settings of a small backbone: one block of width 16 on 2 x 2 patches."""
     return {
         "img_size": side,
         "crop_pct": 1.0,

@@ -1,10 +1,9 @@
-"""Count the bytes that two ranks exchange in a training step: 4 times the trainable parameters,
-and nothing else.
+"""Check that two ranks exchange exactly 4 bytes per trained parameter in a training step.
 
-`python -m benchmarks.synchronised_bytes`; nothing is timed, so the load of the machine does not
-matter. Two gloo processes train three steps of each method. Every collective of torch.distributed
-is wrapped and counted, independently of the train loop. A note gives the bytes that a data-parallel
-wrapper of the whole network would send.
+Command: `python -m benchmarks.synchronised_bytes`. Nothing is timed, so the load of the machine
+does not matter. Two gloo processes train three steps of each method. The collectives of
+torch.distributed are wrapped and their bytes are counted, independently of the train loop. The
+output also shows the bytes that a data-parallel wrapper of the whole network would send.
 """
 
 from __future__ import annotations
@@ -50,17 +49,17 @@ COLLECTIVES = (
 
 
 class Counts(NamedTuple):
-    """The counts of one method, on one rank."""
+    """Counts of one method on one rank."""
 
-    sent_bytes: int  # handed to collectives in STEPS steps
-    trained: int  # parameters that are trained
-    backbone: int  # parameters of the backbone
+    sent_bytes: int  # bytes passed to collectives in STEPS steps
+    trained: int  # number of trained parameters
+    backbone: int  # number of parameters of the backbone
 
 
 def counted(sent: list[int], real: Callable[..., Any]) -> Callable[..., Any]:
     """Return a wrapper of the collective `real` that appends the bytes of its tensor to `sent`.
 
-    Any payload but a single tensor is an error.
+    A payload other than a single tensor is an error.
     """
 
     def call(tensor: Any, *args: Any, **named: Any) -> Any:
@@ -74,7 +73,7 @@ def counted(sent: list[int], real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count(job: StageJob, group: dist.Group) -> Counts:
-    """Train STEPS steps on this rank and count what it hands to collectives."""
+    """Train STEPS steps on this rank and count the bytes passed to collectives."""
     assert job.task is not None
     method = METHODS[job.method](restore.load_backbone(job), restore.load_settings(job), job.seed)
     plan = OptimPlan(job.train.lr, 0.0, job.train.batch_size, STEPS)
@@ -97,7 +96,7 @@ def count(job: StageJob, group: dist.Group) -> Counts:
 
 
 def rank_main(rank: int, jobs: list[StageJob], rendezvous: str, out: str) -> None:
-    """Count all jobs as one rank of the group; rank 0 writes the counts to the file `out`."""
+    """Count the bytes of all jobs as one rank. Rank 0 writes the counts to the file `out`."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS
@@ -110,7 +109,7 @@ def rank_main(rank: int, jobs: list[StageJob], rendezvous: str, out: str) -> Non
 
 
 def main() -> None:
-    """Count the bytes of each method and compare them with its trained parameters."""
+    """Compare the bytes of each method with the number of its trained parameters."""
     report = Report()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -133,8 +132,8 @@ def main() -> None:
             cluster={"loader_workers": 1},
         )
         stream.ingest(store, graph)
-        loop.run_stage(stream.job_of(graph, "backbone"), dist.Group(), lambda event: None)
-        jobs = [stream.job_of(graph, f"{label}/t-0/train") for label in methods]
+        loop.run_stage(stream.find_job(graph, "backbone"), dist.Group(), lambda event: None)
+        jobs = [stream.find_job(graph, f"{label}/t-0/train") for label in methods]
         out = folder / "counts.json"
         spawn(rank_main, (jobs, str(folder / "rendezvous"), str(out)), nprocs=RANKS)
         for name, values in zip(METHODS_COUNTED, json.loads(out.read_text()), strict=True):

@@ -1,7 +1,11 @@
-"""Compare TOAST's two passes, which share work and fold the feedback into a matrix per block, with
-two full passes of the network; and a training step with a kept first pass with both.
+"""Compare TOAST's implementation with two full passes of the network.
 
-`python -m benchmarks.toast`; DeiT-Ti at 224 px, batch of 16, one thread, about three minutes.
+TOAST's two passes share work, and the feedback is folded into a matrix per block. Training steps
+are measured with two full passes, with shared passes, and with a first pass that the feed has
+cached.
+
+Command: `python -m benchmarks.toast`. It takes about three minutes, with DeiT-Ti at 224 px, a batch
+of 16 and one thread.
 """
 
 from __future__ import annotations
@@ -26,17 +30,19 @@ from workers.model.vit import build
 from workers.rng import StepRng
 
 BATCH, CLASSES, TASKS = 16, 10, 5
-# Least ratio of two full passes to shared ones.
+# Minimum ratio of the times of two full passes / shared passes.
 STEP_DEMAND = 1.15
 INFERENCE_DEMAND = 1.75
-KEPT_DEMAND = 1.25  # least ratio of a step with both passes to a step with a kept first pass
+KEPT_DEMAND = (
+    1.25  # minimum ratio of the times of a step with both passes / with a cached first pass
+)
 
 
 class TwoFullPasses:
-    """TOAST as its released code computes it.
+    """TOAST as computed by its released code.
 
-    It runs the whole network twice, the whole qkv layer on the feedback, and a chain of feedback
-    layers.
+    It runs the whole network twice, applies the whole qkv layer to the feedback, and applies the
+    feedback layers one after the other.
     """
 
     def __init__(self, backbone: Any) -> None:
@@ -46,14 +52,14 @@ class TwoFullPasses:
             block.attn.qkv.register_forward_hook(partial(self.add_feedback, index))
 
     def add_feedback(self, index: int, layer: Any, inputs: Any, qkv: Tensor) -> None:
-        """Add the feedback of block `index` to its values; a forward hook of its qkv layer."""
+        """Add the feedback of block `index` to its values, as a forward hook of its qkv layer."""
         if self.feedback:
             width = self.backbone.embed_dim
             added = F.linear(self.feedback[index], layer.weight)
             qkv[..., 2 * width :] += added[..., 2 * width :]
 
     def features(self, images: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-        """Return the features (B, D) of images under the tensors of one task."""
+        """Return the features (B, D) of images with the tensors of one task."""
         tokens = self.backbone.forward_features(images)
         x = select_tokens(tokens, tensors["prior"]) @ tensors["transform"]
         feedback: list[Tensor] = []
@@ -67,9 +73,9 @@ class TwoFullPasses:
 
 
 def make_method(dtype: torch.dtype) -> tuple[Toast, list[str]]:
-    """Return TOAST with TASKS tasks and their names; the last task is the one in training.
+    """Return TOAST with TASKS tasks, and the names of the tasks. The last task is in training.
 
-    Its feedback reaches all blocks, as after some training.
+    The feedback layers have random weights, so that feedback reaches all blocks as after training.
     """
     torch.manual_seed(0)
     backbone = build(BackboneSettings(name="deit_tiny_patch16_224")).to(dtype)
@@ -87,7 +93,7 @@ def make_method(dtype: torch.dtype) -> tuple[Toast, list[str]]:
 
 
 def step(method: Toast, features: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
-    """Compute loss and gradients; return all gradients in one row."""
+    """Compute the loss and return all gradients as one vector."""
     head = method.heads[method.training_tasks[0].name]
     parameters = [*method.own.parameters(), *head.parameters()]
     loss = method.classification_loss(features(batch), batch)
@@ -96,19 +102,19 @@ def step(method: Toast, features: Callable[[Batch], Tensor], batch: Batch) -> Te
 
 
 def shared_features(method: Toast, batch: Batch) -> Tensor:
-    """Return the features (B, D) of the task in training, by passes that share work."""
+    """Return the features (B, D) of the task in training, computed by shared passes."""
     method.weight_overrides = method.training_weights(batch, Progress(0, 0, 1, 1))
     return method.features(batch.images)
 
 
 def full_features(method: Toast, slow: TwoFullPasses, batch: Batch) -> Tensor:
-    """Return the features (B, D) of the task in training, by two full passes."""
+    """Return the features (B, D) of the task in training, computed by two full passes."""
     return slow.features(batch.images, dict(method.own.items()))
 
 
 @torch.no_grad()
 def full_logits(method: Toast, slow: TwoFullPasses, images: Tensor, tasks: list[str]) -> Tensor:
-    """Return the logits (tasks, B, classes), by two full passes per task."""
+    """Return the logits (tasks, B, classes), computed by two full passes per task."""
     logits: list[Tensor] = []
     for name in tasks:
         features = slow.features(images, method.loaded[name] or {})
@@ -118,15 +124,15 @@ def full_logits(method: Toast, slow: TwoFullPasses, images: Tensor, tasks: list[
 
 @torch.no_grad()
 def shared_logits(method: Toast, images: Tensor, tasks: list[str]) -> Tensor:
-    """Return the logits (tasks, B, classes); all tasks share the first pass."""
+    """Return the logits (tasks, B, classes), with a first pass that all tasks share."""
     rows = dict.fromkeys(tasks, slice(None))
     return torch.stack([*method.grouped_logits(images, rows).values()])
 
 
 def make_variants(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    """Return a training step and an inference of all tasks, each in both forms.
+    """Return functions for a training step and for inference of all tasks, each in both forms.
 
-    The step has a third form, `kept`: the feed has cached the first pass.
+    The training step has a third form, `kept`, in which the feed has cached the first pass.
     """
     method, tasks = make_method(dtype)
     slow = TwoFullPasses(method.backbone)
@@ -146,7 +152,7 @@ def make_variants(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
 
 
 def main() -> None:
-    """Compare gradients and logits of both forms in double precision, then time them in single."""
+    """Compare gradients and logits in double precision, then compare times in single precision."""
     start()
     report = Report()
     variants = make_variants(torch.float64)

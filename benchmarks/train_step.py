@@ -1,10 +1,12 @@
-"""Compare the train loop with hand-written PyTorch: one step, and an epoch with all work around
-the steps.
+"""Compare the train loop with hand-written PyTorch: single steps, and an epoch with the feed and
+bookkeeping.
 
-`python -m benchmarks.train_step`; ViT-Ti at 96 px, batches of 16 generated images, fp32, one rank,
-one thread, about two minutes. Both sides compute the same on the same batches; losses and weights
-are compared bit by bit first. `fine-tuning` trains all weights, and its hand-written loop shares
-only the batches. `MEAT` shares `Meat.loss`, so that only the loop around it is compared.
+Command: `python -m benchmarks.train_step`. It takes about two minutes, with ViT-Ti at 96 px,
+batches of 16 generated images, fp32, one rank and one thread.
+
+Both sides train the same network on the same batches. First, losses and weights are checked to be
+equal bit for bit. In `fine-tuning`, which trains all weights, the hand-written loop has its own
+loss. In `MEAT`, both sides use `Meat.loss`, so only the loop around it is compared.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from workers.methods.base import Method, OptimPlan, Progress, StepContext
 
 DEMAND = 1.05  # train loop / hand-written loop, CPU time
 SIDE, BATCH, BATCHES = 96, 16, 8
-EPOCHS = 1000  # of the schedule; a timed step is one of its first
+EPOCHS = 1000  # of the schedule; the timed steps are the first ones
 ROUNDS = 15
 GROUP = dist.Group()
 Loss = Callable[[Method, Batch, Progress], Tensor]
@@ -45,7 +47,7 @@ def meat_loss(method: Method, batch: Batch, progress: Progress) -> Tensor:
 
 
 def plain_loss(method: Method, batch: Batch, progress: Progress) -> Tensor:
-    """Return the cross-entropy of a timm backbone with a linear layer."""
+    """Return the cross-entropy of the backbone with a linear head."""
     head = method.heads.layers[0]
     return F.cross_entropy(head(method.backbone(batch.images)), batch.labels)
 
@@ -56,7 +58,7 @@ def new_method(job: StageJob) -> Method:
 
 
 class TrainLoop:
-    """A method that `loop.train_step` trains."""
+    """Trains a method with `loop.train_step`."""
 
     def __init__(self, job: StageJob, batches: list[Batch]) -> None:
         assert job.task is not None
@@ -74,7 +76,7 @@ class TrainLoop:
         self.positions = positions(len(batches))
 
     def build_optimizer(self) -> None:
-        """Build the optimizer, after a copy of the parameters was taken."""
+        """Build the optimizer. Call this after `PlainLoop` has copied the parameters."""
         self.optimizer = optim.build_optimizer(self.groups, self.job.train)
 
     def step(self) -> Tensor:
@@ -86,10 +88,10 @@ class TrainLoop:
 
 
 class PlainLoop:
-    """A copy of the same network in a straight-line loop with PyTorch's optimizer and schedule."""
+    """Trains a copy of the same network with PyTorch's optimizer and schedule."""
 
     def __init__(self, train_loop: TrainLoop, loss: Loss) -> None:
-        # copied together, so that the groups hold the copy's parameters
+        # copied together, so that the groups contain the parameters of the copy
         self.method, groups = copy.deepcopy((train_loop.method, train_loop.groups))
         self.loss = loss
         self.batches = train_loop.batches
@@ -120,21 +122,21 @@ class PlainLoop:
 
 
 def positions(steps: int) -> Iterator[Progress]:
-    """Yield the progress of every step of a schedule of EPOCHS epochs, again and again."""
+    """Yield the progress of each step in a schedule of EPOCHS epochs, and start over at the end."""
     for epoch in cycle(range(EPOCHS)):
         for step in range(steps):
             yield Progress(epoch, step, EPOCHS, steps)
 
 
-def weights_of(module: nn.Module) -> Tensor:
-    """Return all parameters in one row."""
+def flatten_weights(module: nn.Module) -> Tensor:
+    """Return all parameters as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 def compare(name: str, job: StageJob, loss: Loss, report: Report) -> None:
     """Check that losses and weights are equal, then time one step and one epoch.
 
-    An epoch is `fit` with its feed, sums and reports against the bare steps.
+    For an epoch, `fit` with its feed, sums and reports is compared with the plain steps.
     """
     assert job.task is not None
     feed = Feed(job, (job.task,), "train", GROUP, training=True)
@@ -147,8 +149,8 @@ def compare(name: str, job: StageJob, loss: Loss, report: Report) -> None:
     report.equal(f"{name}, losses of {BATCHES} steps", actual, expected, atol=0)
     report.equal(
         f"{name}, weights after them",
-        weights_of(train_loop.method),
-        weights_of(plain_loop.method),
+        flatten_weights(train_loop.method),
+        flatten_weights(plain_loop.method),
         atol=0,
     )
     timing = interleave({"train loop": train_loop.step, "plain": plain_loop.step}, ROUNDS)
@@ -161,7 +163,7 @@ def compare(name: str, job: StageJob, loss: Loss, report: Report) -> None:
 
     rounds = ROUNDS // 3
     warmup = 1
-    # made beforehand: `benchmarks.launch` measures the start of a stage
+    # built before the timing, because `benchmarks.launch` measures the start of a stage
     methods = deque(new_method(job) for _ in range(rounds + warmup))
     timing = interleave(
         {
@@ -198,9 +200,9 @@ def main() -> None:
             train=TrainSettings(epochs=1, batch_size=BATCH).model_dump(),
         )
         stream.ingest(store, graph)
-        loop.run_stage(stream.job_of(graph, "backbone"), GROUP, lambda event: None)
-        compare("fine-tuning", stream.job_of(graph, "finetune/t-0/train"), plain_loss, report)
-        compare("MEAT", stream.job_of(graph, "meat/t-0/train"), meat_loss, report)
+        loop.run_stage(stream.find_job(graph, "backbone"), GROUP, lambda event: None)
+        compare("fine-tuning", stream.find_job(graph, "finetune/t-0/train"), plain_loss, report)
+        compare("MEAT", stream.find_job(graph, "meat/t-0/train"), meat_loss, report)
     report.exit()
 
 

@@ -1,5 +1,7 @@
-"""The GPU benchmark, rehearsed on the CPU without the packages that a bare GPU machine lacks; and
-seen to fail."""
+"""Tests of the GPU benchmark on the CPU, also with methods that must fail.
+
+They hide the packages that a bare GPU machine lacks.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ LINEAR = functional.linear
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter in the checkout, for which the packages of `ABSENT` are not installed."""
+    """Run code in a new interpreter in the checkout, without the packages of `ABSENT`."""
     absent = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"
     environment = {
         **os.environ,
@@ -54,7 +56,7 @@ def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def table(output: str) -> dict[tuple[str, str, str], dict[str, str]]:
-    """Method, scenario and precision -> cells of the line by heading."""
+    """Return (method, scenario, precision) -> cells of the row by heading."""
     lines = [re.split(r"  +", line) for line in output.splitlines()]
     heading = next(line for line in lines if line[0] == "method")
     rows = [
@@ -65,7 +67,7 @@ def table(output: str) -> dict[tuple[str, str, str], dict[str, str]]:
     return {(row["method"], row["scenario"], row["precision"]): row for row in rows}
 
 
-# ---- the rehearsal -------------------------------------------------------------------------------
+# ---- rehearsal on the CPU ------------------------------------------------------------------------
 def test_steps_are_recorded_and_interrupted_in_the_train_loop(tmp_path: Path) -> None:
     run = Lab(tmp_path).run_of("finetune", {"optimizer": "sgd", "lr": 0.1, "epochs": 2})
     job = run.stages(0)[0]
@@ -85,7 +87,7 @@ def test_steps_are_recorded_and_interrupted_in_the_train_loop(tmp_path: Path) ->
     [("meat", "packnet"), ("hat", "icarl", "dytox")],
     ids="-".join,
 )
-def test_it_passes_on_the_cpu_without_ray_mlflow_and_webdataset(names: tuple[str, ...]) -> None:
+def test_benchmark_passes_on_cpu_without_ray_mlflow_and_webdataset(names: tuple[str, ...]) -> None:
     done = benchmark("--methods", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = table(done.stdout)
@@ -106,7 +108,7 @@ def test_it_passes_on_the_cpu_without_ray_mlflow_and_webdataset(names: tuple[str
         re.fullmatch("= [0-9a-f]{8}", rows[name, "task", "fp32"]["masks"])
         for name in {"hat", "packnet"} & {*names}
     )
-    if "meat" in names:  # rounding decides where a gradient is nearly 0
+    if "meat" in names:  # rounding decides the mask bits with a gradient near 0
         masks = rows["meat", "task", "fp32"]["masks"]
         assert masks.startswith("= ") or float(masks) < 1e-3
 
@@ -114,13 +116,13 @@ def test_it_passes_on_the_cpu_without_ray_mlflow_and_webdataset(names: tuple[str
 def test_the_config_of_every_case_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         stream, "build_graph", lambda *_: (None, [])
-    )  # the config is checked before
+    )  # the config is checked before the graph is built
     setup = gpu_cases.prepare(tmp_path, "cpu")
-    for case in gpu.cases_of([*METHODS]):
+    for case in gpu.list_cases([*METHODS]):
         gpu_cases.plan(setup, case, "storage", torch.device("cpu"))
 
 
-def test_without_a_gpu_it_says_so_in_one_sentence(
+def test_missing_gpu_is_reported_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_pool, "ask", lambda question: "")
@@ -141,7 +143,7 @@ def test_an_unknown_method_is_refused_in_one_sentence(capsys: pytest.CaptureFixt
 
 # ---- methods that must not pass ------------------------------------------------------------------
 class Raises(Linear):
-    """Stops in its loss, under a line of its own."""
+    """A method with a loss that raises an error."""
 
     name = "raises"
 
@@ -157,7 +159,7 @@ class TakesTooMuchMemory(Linear):
 
 
 class RemembersBeside(Linear):
-    """Keeps a number that no checkpoint knows of, and stores it."""
+    """A method that stores a number which is not in its checkpoints."""
 
     name = "remembers_beside"
     steps_taken = 0
@@ -172,7 +174,7 @@ class RemembersBeside(Linear):
 
 
 class AnswersByDevice(Linear):
-    """Its classes are in another order on the other side of the comparison."""
+    """A method with another order of classes on one side of the comparison."""
 
     name = "answers_by_device"
 
@@ -182,7 +184,7 @@ class AnswersByDevice(Linear):
 
 
 class FailsOnTheDevice(Linear):
-    """Trains on one side of the comparison only."""
+    """A method that trains on only one side of the comparison."""
 
     name = "fails_on_the_device"
 
@@ -219,7 +221,7 @@ def test_failing_method_sets_exit_code_and_others_continue() -> None:
         2,
         2,
         0,
-    ]  # a line for each of the two tasks: a star
+    ]  # one line for each of the two tasks, because the methods are stars
     assert len(lines["remembers_beside"]) == 1
     assert (
         "remembers_beside/two/train: interrupted and resumed, it ends with another result"
@@ -255,7 +257,7 @@ for message in gpu_pool.run(CASES, check, jobs=1, limit_s=1.0):
 """
 
 
-def test_a_case_that_hangs_or_dies_is_ended_and_costs_no_other() -> None:
+def test_hanging_or_dying_case_is_stopped_and_others_continue() -> None:
     cases = ["good", "hangs", "dies", "spoils its process", "good too", "good as well"]
     done = python(MISBEHAVE.replace("CASES", repr(cases)))
     assert done.returncode == 0, done.stderr
@@ -274,12 +276,12 @@ def test_a_case_that_hangs_or_dies_is_ended_and_costs_no_other() -> None:
 
 
 @pytest.mark.slow
-def test_speed_is_measured_row_by_row_and_goes_on(tmp_path: Path) -> None:
+def test_speed_measurement_resumes_at_the_first_missing_row(tmp_path: Path) -> None:
     out = tmp_path / "speed.jsonl"
     options = ("--speed", "--out", str(out), "--methods", "dytox")
     bench = gpu_speed.Bench(torch.device("cpu"), gpu_speed.REHEARSAL, out, limit_s=0.0)
     gpu_speed.measure_all(bench, ["dytox"])
-    assert not out.exists(), "no time is left"
+    assert not out.exists(), "without time left, nothing is measured"
     named = len(bench.left_out)
     first = benchmark(*options)
     assert first.returncode == 0, first.stdout + first.stderr
@@ -294,16 +296,16 @@ def test_speed_is_measured_row_by_row_and_goes_on(tmp_path: Path) -> None:
     second = benchmark(*options)
     assert second.returncode == 0
     again = [json.loads(line) for line in out.read_text().splitlines()]
-    assert again[:-1] == rows[:-1], "what stands is not measured again"
+    assert again[:-1] == rows[:-1], "existing rows are not measured again"
     assert again[-1]["name"] == rows[-1]["name"]
     assert rows[-1]["name"] in second.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # three tries of at most five minutes
-def test_job_is_stopped_and_goes_on(tmp_path: Path) -> None:
+def test_stopped_job_resumes_with_equal_results(tmp_path: Path) -> None:
     out = tmp_path / "job.jsonl"
-    for _ in range(3):  # at most 5 minutes each; on a busy machine it needs several
+    for _ in range(3):  # at most 5 minutes each; a busy machine needs several
         ended = benchmark("--job", "--out", str(out))
         assert ended.returncode == 0, ended.stdout + ended.stderr
         if "the same on the CPU" in out.read_text():
@@ -317,7 +319,7 @@ def test_job_is_stopped_and_goes_on(tmp_path: Path) -> None:
     assert rows["two ranks on one GPU"]["finetune"] > 0
 
 
-def test_a_row_that_fails_is_said_and_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_failing_row_is_recorded_and_others_continue(tmp_path: Path) -> None:
     out = tmp_path / "speed.jsonl"
     bench = gpu_speed.Bench(torch.device("cpu"), gpu_speed.REHEARSAL, out)
     bench.measure("a kind", "fails", lambda: {"value": 1 / 0})

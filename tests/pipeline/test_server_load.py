@@ -1,5 +1,5 @@
-"""A server under load: every good request is answered though a replica dies and the model changes,
-and bad ones get one sentence."""
+"""Tests of a server under load: replicas that die or are added, changes of the model, and bad
+requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from benchmarks.serve_load import (
     BAD_SHARE,
     REQUESTS,
     bad_bodies,
-    body_of,
+    build_body,
     kill_replica,
     load,
     server,
@@ -39,8 +39,8 @@ from workers.serving.input_counts import read_counts
 from workers.serving.measuring import with_measurements
 
 PATIENCE_S = 300.0
-MANY = 32  # requests at a time, of which one replica is to have at most half
-MORE_BYTES = 64 << 20  # of the server's own process, between a fifth of a load and its end
+MANY = 32  # concurrent requests; the autoscaler's target for one replica is at most half of them
+MORE_BYTES = 64 << 20  # maximum memory growth of the server after the first fifth of the load
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_all_requests_are_answered_when_a_replica_is_killed(
     figures = asyncio.run(
         load(
             f"{url}/predict",
-            body_of([image], "two"),
+            build_body([image], "two"),
             bad_bodies(image, "two"),
             process=process,
             halfway=partial(kill_replica, process),
@@ -84,7 +84,7 @@ def test_all_requests_are_answered_when_a_replica_is_killed(
 
 
 @pytest.mark.slow
-def test_tasks_come_and_go_while_requests_are_answered(
+def test_tasks_are_added_and_removed_while_requests_are_answered(
     run: Finished, folder: str, address: tuple[str, int]
 ) -> None:
     client = Client(address[0])
@@ -124,13 +124,13 @@ def test_tasks_come_and_go_while_requests_are_answered(
 def test_request_without_replica_is_refused_then_answered_by_the_next(
     run: Finished, folder: str
 ) -> None:
-    """One replica alone: a request does not wait for the start of the next one."""
+    """If the only replica dies, requests do not wait until the next one has started."""
     image = run.images("two")[0][0]
-    body = body_of([base64.b64encode(image).decode()], "two")
+    body = build_body([base64.b64encode(image).decode()], "two")
     with server(folder) as (url, process):
         assert ask(url, body)[0] == 200
         kill_replica(process)
-        statuses: dict[int, float] = {}  # -> longest time of an answer
+        statuses: dict[int, float] = {}  # status -> longest response time
         deadline = time.monotonic() + PATIENCE_S
         while 503 not in statuses or ask(url, body)[0] != 200:
             started = time.monotonic()
@@ -159,7 +159,7 @@ def test_replicas_count_every_input_until_they_end(run: Finished, tmp_path: Path
 
 
 def ask(url: str, body: bytes) -> tuple[int, bytes]:
-    """Return status and body of the answer to POST /predict."""
+    """Return the status and the body of the answer to POST /predict."""
     answer = requests.post(f"{url}/predict", data=body, timeout=PATIENCE_S)
     return answer.status_code, answer.content
 
@@ -195,7 +195,7 @@ def test_load_starts_a_second_replica_without_lost_requests(run: Finished, folde
     images = run.images("two")[0][:1]
     expected = [answer.class_ for answer in run.served.predict(images, "two")]
     stop, problems = threading.Event(), list[str]()
-    answers = Counter[int]()  # by number of the thread
+    answers = Counter[int]()  # number of the thread -> answers
 
     def keep_asking(url: str, number: int) -> None:
         client = Client(url, patience_s=PATIENCE_S)
@@ -223,7 +223,7 @@ def test_load_starts_a_second_replica_without_lost_requests(run: Finished, folde
 
 
 def num_replicas(url: str) -> int:
-    """Return how many replicas can answer, as the server's metrics say."""
+    """Return the number of ready replicas from the server's metrics."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
         text = response.read().decode()
     [line] = [line for line in text.splitlines() if line.startswith("accrete_replicas ")]
@@ -231,7 +231,7 @@ def num_replicas(url: str) -> int:
 
 
 def wait_for_tasks(client: Client, count: int) -> None:
-    """Wait until a server that is ready serves so many tasks."""
+    """Wait until the server is ready and serves `count` tasks."""
     deadline = time.monotonic() + PATIENCE_S
     while not client.is_ready() or len(client.tasks()["tasks"]) != count:
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""Class-incremental methods in the middle of a stream of tiny tasks, with and without stages."""
+"""Helpers for tests of class-incremental methods on tiny tasks, with and without stages."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ TRAIN = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05, "epochs": 1}
 
 
 def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
-    """Return a method that has begun `step` of the last of `tasks`, with a head for each before.
+    """Return a method at the start of `step` of the last of `tasks`.
 
-    Samples of all tasks are in its batches.
+    It has heads of the earlier tasks, and in steps other than `train` also of the last task. Its
+    batches contain samples of all tasks.
     """
     torch.manual_seed(0)
     method = METHODS[name](build(SMALL), METHODS[name].Settings(**settings), 0)
@@ -52,9 +53,9 @@ def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
 
 
 def batch(*tasks: Task, step: int = 0, rows: slice = slice(None), **parts: Any) -> Batch:
-    """Return a batch of six images: tasks take turns, and so do the classes of each.
+    """Return a batch of six images that alternate between tasks, and between a task's classes.
 
-    rows: those of the six that this rank holds.
+    rows: the rows of the batch that this rank holds.
     """
     task_indices = torch.arange(6) % len(tasks)
     labels = torch.zeros(6, dtype=torch.long)
@@ -68,7 +69,7 @@ def batch(*tasks: Task, step: int = 0, rows: slice = slice(None), **parts: Any) 
 def wide(batch: Batch, *tasks: Task) -> Tensor:
     """Return the labels of `batch` (b,) as positions among all classes of `tasks`."""
     sizes = torch.tensor([task.num_classes for task in tasks])
-    offsets = sizes.cumsum(0) - sizes  # of the first class of each task
+    offsets = sizes.cumsum(0) - sizes  # position of the first class of each task
     return offsets[batch.tasks] + batch.labels
 
 
@@ -99,7 +100,7 @@ def remembered(
 ) -> dict[str, tuple[Tensor, list[str]]]:
     """Return the exemplars of each class in `memory`: images (n, 3, 16, 16), and their keys.
 
-    They are looked up as a stage of `task` would do it.
+    They are looked up in the same way as in a stage of `task`.
     """
     job = run.stages(task)[0]
     keys_by_task: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Fixtures of the whole session: stages of tiny streams, uninterrupted runs, an S3 server."""
+"""Shared fixtures and pytest hooks: stages of tiny streams, uninterrupted runs, an S3 server."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is imported; processes that tests start inherit it.
+# Must be set before torch is imported. Processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Before Ray is imported, which reads it then: clusters that tests start in this process ask for
-# tokens, as those of `accrete` do.
+# Ray reads this when it is imported. Clusters that tests start in this process require tokens, like
+# the clusters of `accrete`.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
-# Ray would kill its workers when the test processes themselves take most of the memory.
+# Otherwise Ray kills its workers when the test processes use most of the memory.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-# Ray gives its workers the niceness 15: beside two other test processes on two cores they would get
-# 3 % of a core, and take minutes to start.
+# Ray's default niceness for workers is 15. With two other test processes on two cores, workers
+# would get 3 % of a core and take minutes to start.
 os.environ.setdefault("RAY_worker_niceness", "0")
-# Modules besides test files whose failing assertions show the compared values.
+# Helper modules in which pytest rewrites assertions, so that failures show the compared values.
 HELPERS = (
     "class_incremental_steps",
     "cosine_head_steps",
@@ -36,9 +36,9 @@ HELPERS = (
     "two_domains",
 )
 pytest.register_assert_rewrite(*HELPERS)
-# Files whose tests start clusters, or kill processes at moments that a reference run gave. One
-# process runs those of a group one after the other: all beside each other exceed their time limits
-# on two cores.
+# Files with tests that start clusters, or that kill processes at times measured in a reference run.
+# One process runs the files of a group in sequence. In parallel on two cores, they exceed their
+# time limits.
 GROUPS = {
     "kills": (
         "test_failure_elsewhere.py",
@@ -72,7 +72,7 @@ GROUPS = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give the tests of a file to one process, and those of a group of `GROUPS` to one."""
+    """Run the tests of a file in one process, and all files of a group of `GROUPS` in one."""
     from xdist.scheduler import LoadFileScheduling
 
     group_of_file = {file: group for group, files in GROUPS.items() for file in files}
@@ -83,7 +83,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             return group_of_file.get(Path(file).name, file)
 
         def _assign_work_unit(self, node: object) -> None:
-            for group in GROUPS:  # the longest: they must not begin when all else has ended
+            for group in GROUPS:  # the groups take longest, so they start first
                 if group in self.workqueue:
                     self.workqueue.move_to_end(group, last=False)
             super()._assign_work_unit(node)
@@ -93,10 +93,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all but some cases of each test that is marked `few`.
+    """Mark most cases of each test with the mark `few` as slow.
 
-    `make test` runs these, and `make test-all` runs all. The mark has their ids, or their number:
-    then they are spread evenly over the cases.
+    `make test` runs the remaining cases, and `make test-all` runs all. The arguments of the mark
+    are the ids of these cases, or their number. In the second case, they are spread evenly.
     """
     cases: dict[object, list[pytest.Function]] = {}
     for item in items:
@@ -116,13 +116,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Name a failed test at once: `make test-all` takes more than an hour."""
+    """Print the id of a failed test immediately: `make test-all` takes more than an hour."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\nFAILED {report.nodeid}", file=sys.__stderr__, flush=True)
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage less often: imported modules are millions of objects, and stay."""
+    """Collect garbage less often: imported modules have millions of objects that stay alive."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
@@ -130,7 +130,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def start_no_loaders() -> None:
-    """Make each test a process that has made no images yet: loaders start after two seconds."""
+    """Reset the time spent on images before each test: loaders start after two seconds of it."""
     loaders = sys.modules.get("workers.data.loaders")
     if loaders is not None:
         loaders._shared.seconds = 0.0
@@ -138,7 +138,7 @@ def start_no_loaders() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def copied_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Make the tables of MLflow once, and copy the database afterwards: they take seconds."""
+    """Create the tables of MLflow once and then copy the database: creation takes seconds."""
     from pipeline.tracking import mlflow_internals
     from pipeline.tracking.database import sqlite_path
 
@@ -159,7 +159,8 @@ def copied_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """Run streams of tiny tasks through the real stages, each once: see `pipeline.testing.Lab`."""
+    """Return a lab that runs streams of tiny tasks through the real stages, each once: see
+    `pipeline.testing.Lab`."""
     import torch
 
     from pipeline.testing.lab import Lab
@@ -174,7 +175,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """A process that has the strict device; what is registered there stays there."""
+    """Start a process that registers the strict device, so that this process does not."""
     from concurrent.futures import ProcessPoolExecutor
 
     from tests import on_strict_device, small_run
@@ -188,7 +189,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 @pytest.fixture
 def clean_registry() -> Iterator[None]:
-    """Forget the methods that a test registers, and its modules (`my_...`, `hostile`)."""
+    """Remove the methods that a test registers, and its modules (`my_...`, `hostile`)."""
     from workers.methods import METHODS, registration
 
     imported = {*sys.modules}
@@ -206,7 +207,7 @@ def clean_registry() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Make a run that nothing interrupted, once: see `recovery.Reference`."""
+    """Run a config once without interruption: see `recovery.Reference`."""
     from tests.recovery import Reference
 
     return Reference.made_in(tmp_path_factory.mktemp("reference"))
@@ -214,7 +215,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture(scope="session")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Make an uninterrupted run of a class-incremental chain, DyTox, once."""
+    """Run a class-incremental chain (DyTox) once without interruption."""
     from tests.recovery import Reference
 
     dytox = {"memory": 8, "steps": {"finetune": {"epochs": 4}}}
@@ -225,7 +226,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[object]:
-    """Give a test a folder, and check after it that nothing beside the folder has changed: see
+    """Provide a folder, and check after the test that nothing outside it has changed: see
     `hostile.Site`."""
     from tests.hostile import Site
 
@@ -236,7 +237,7 @@ def site(tmp_path: Path) -> Iterator[object]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runs in this process make a report without pictures, which saves seconds."""
+    """Replace the report of runs in this process by a stub, which saves seconds."""
     from pipeline.report import page
 
     monkeypatch.setattr(page, "build_run_report", lambda *_: {"report.html": b"a page"})
@@ -253,9 +254,9 @@ def s3_server() -> Iterator[int]:
 
 @pytest.fixture
 def bucket(s3_server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """Make a bucket behind a proxy that can let requests fail: see `s3.Proxy`.
+    """Create a bucket behind a proxy that can make requests fail: see `s3.Proxy`.
 
-    The environment of this process leads to the proxy.
+    The environment variables of this process point to the proxy.
     """
     import uuid
 
@@ -265,7 +266,7 @@ def bucket(s3_server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     with s3.Proxy(s3_server, bucket=f"bucket-{uuid.uuid4().hex[:8]}").served() as proxy:
         for name, value in s3.environment(proxy.port).items():
             monkeypatch.setenv(name, value)
-        filesystem.open_filesystem.cache_clear()  # it leads to the proxy of another test
+        filesystem.open_filesystem.cache_clear()  # it may point to the proxy of another test
         s3.client_of(s3_server).create_bucket(Bucket=proxy.bucket)
         yield proxy
     filesystem.open_filesystem.cache_clear()

@@ -1,4 +1,4 @@
-"""A method with cosine heads in the middle of a stream of tiny tasks, without stages."""
+"""Helpers to train a method with cosine heads on a stream of tiny tasks, without stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRAIN = TrainSettings(optimizer="sgd", lr=0.05, momentum=0.9, weight_decay=0.05)
 
 
 def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
-    """Return a method that has begun `step` of the last of `tasks`, with class vectors of each.
+    """Return a method after `begin` for `step` of the last task, with class vectors of all tasks.
 
     Its feed is `feed_of_three_batches(*tasks)`.
     """
@@ -39,7 +39,7 @@ def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
 
 
 def feed_of_three_batches(*tasks: Task) -> Any:
-    """Return a feed of three batches of six images that are not augmented."""
+    """Return a feed of three batches of six images without augmentation."""
     batches = []
     for i in range(3):
         keys = [f"{i}-{row}" for row in range(6)]
@@ -48,13 +48,13 @@ def feed_of_three_batches(*tasks: Task) -> Any:
 
 
 def counted(b: Batch, *tasks: Task) -> Batch:
-    """Return the batch as the whole global one: with the number of samples of each task."""
+    """Set the number of samples per task, as if the batch were the global batch; return it."""
     b.counts = tuple(b.tasks.bincount(minlength=len(tasks)).tolist())
     return b
 
 
 def trained(method: Any, *tasks: Task, steps: int = 2) -> Any:
-    """Return the method after some steps of SGD, with momentum and weight decay."""
+    """Train the method for `steps` steps of SGD with momentum and weight decay; return it."""
     optimizer = optim.build_optimizer(method.groups, TRAIN)
     job: Any = SimpleNamespace(train=TRAIN)
     for step in range(steps):

@@ -1,7 +1,6 @@
-"""Small backbones of timm's families, without pretrained weights, and the table that
-docs/backbones.md shows: which method takes which family with its default settings.
+"""Small backbones of timm's families, and the table of methods and families in docs/backbones.md.
 
-    .venv/bin/python -m tests.families      # writes the page again
+.venv/bin/python -m tests.families      # writes docs/backbones.md
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from workers.model import vit
 PAGE = Path(__file__).parents[1] / "docs" / "backbones.md"
 COMMAND = ".venv/bin/python -m tests.families"
 
-# Family -> the settings of its smallest useful backbone: 32 to 64 pixels, a few blocks.
+# Family -> settings of a small backbone: 32 pixels, a few blocks.
 SMALL: dict[str, dict[str, Any]] = {
     "ConvNeXt": {
         "name": "convnext_atto",
@@ -64,7 +63,7 @@ def settings_of(family: str) -> BackboneSettings:
 
 
 def taken() -> dict[str, dict[str, bool]]:
-    """Return method -> family -> whether the method takes it with its default settings."""
+    """Return method -> family -> whether the method supports it with default settings."""
     table: dict[str, dict[str, bool]] = {name: {} for name in METHODS}
     for family in ("ViT", *SMALL):
         outline = vit.outline(settings_of(family))

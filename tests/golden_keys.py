@@ -1,7 +1,7 @@
 """Pin the inputs of keys: settings with their defaults and neutral values, revisions, and the keys
 of the demo's stages.
 
-golden/keys.json has the shared part, and golden/methods/NAME.json the part of a method.
+golden/keys.json holds the shared part, golden/methods/NAME.json the part of each method.
 
     .venv/bin/python -m tests.golden_keys      # updates the files after an intended change
 """
@@ -69,7 +69,7 @@ def read() -> dict[str, Any]:
 
 
 def write(pins: dict[str, Any]) -> None:
-    """Write the files; the recorded costs of a method's steps stay."""
+    """Write the golden files; keep the recorded step costs of each method."""
     for name in METHODS:
         change = {
             "settings": pins["settings"].pop(PREFIX + name),
@@ -87,7 +87,7 @@ def method_file(name: str) -> Path:
 
 
 def update(path: Path, change: Mapping[str, Any]) -> None:
-    """Replace these entries of a JSON file, which may be new."""
+    """Replace these entries of a JSON file; create the file if it is missing."""
     body: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**body, **change}, indent=1, sort_keys=True) + "\n")
 
@@ -136,7 +136,7 @@ def as_json(value: Any) -> Any:
 
 
 def revisions() -> dict[str, int]:
-    """Return the numbers that are raised if results of the same settings change."""
+    """Return the revision numbers, which are raised if results change for the same settings."""
     versions = {
         name: getattr(module, name)
         for module, name in (

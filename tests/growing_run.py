@@ -1,4 +1,4 @@
-"""A run on a folder of digits that grows, with its config as a person writes it."""
+"""A run on a growing folder of digits, with a hand-written config."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TASKS = """\
 
 
 class GrowingRun:
-    """A folder with images, a card and a config; `raw` is the data of the card."""
+    """A folder with images, a card and a config; `raw` holds the images of the card."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class GrowingRun:
         )
 
     def put(self, data: Path, digit: str, train: int = 12, test: int = 4, first: int = 0) -> None:
-        """Write images of a digit into `train` and `test` of a folder."""
+        """Write images of a digit into the subfolders `train` and `test` of `data`."""
         images, labels = small_run.digits()
         rows = np.flatnonzero(labels == int(digit))[first : first + train + test]
         for number, row in enumerate(rows):
@@ -86,7 +86,7 @@ class GrowingRun:
 
     @property
     def text(self) -> str:
-        """The config as it is now."""
+        """The current text of the config file."""
         return Path(self.config).read_text()
 
     @property

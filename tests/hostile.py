@@ -1,5 +1,4 @@
-"""Helpers for tests of hostile files: a watched folder, processes whose memory is measured, and
-bytes such as an attacker would send."""
+"""Helpers for tests of hostile files: a watched folder, memory measurement, and malicious bytes."""
 
 from __future__ import annotations
 
@@ -65,25 +64,25 @@ class Site:
         return str(self.own_folder / "card.yaml")
 
     def config(self, card: str, **changes: Any) -> str:
-        """Write a config of one task, of this card, with these changes, and return its path."""
+        """Write a config with these changes and one task of this card, and return its path."""
         body = small_run.make_body(self.own_folder, {"bad": card}, ["finetune"], **changes)
         return small_run.write_config(self.own_folder / "config.yaml", body)
 
     def untouched(self) -> None:
-        """Raise AssertionError when a file appeared, changed or vanished outside `own_folder`."""
+        """Raise AssertionError if a file appeared, changed or vanished outside `own_folder`."""
         assert [p.name for p in self.outside.iterdir()] == ["kept"]
         assert (self.outside / "kept").read_text() == "kept"
         assert sorted(p.name for p in self.own_folder.parent.iterdir()) == ["outside", "own"]
 
 
-# ---- backbones that a config or a model folder may name, and how each is refused -----------------
+# ---- hostile backbone settings, and the errors that they raise -----------------------------------
 HOW_TIMM_LOADS = "how timm loads or makes a model"
 NAME_ALONE = "it must be a model's name alone"
 TOO_MANY_WEIGHTS = "weights, more than 10000000000"
 
 
 def backbones(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return name of an attack -> (settings of the backbone, a part of the error they raise).
+    """Return the attacks: name -> (backbone settings, part of the error that they raise).
 
     folder: the folder that the attacks try to read or write.
     """
@@ -188,10 +187,10 @@ def backbones(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
 BACKBONES = tuple(backbones(Path("outside")))
 
 
-# ---- in a process of its own, whose memory is measured -------------------------------------------
+# ---- calls in a separate process with measured memory --------------------------------------------
 def measured(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Call a function, and send through the pipe what `costs` returns."""
-    # A limit of 24 GiB, so that a test that fails does not exhaust the machine's memory.
+    """Call a function, and send the result of `costs` through the pipe."""
+    # Limit the memory to 24 GiB, so that a failing test does not exhaust the machine.
     resource.setrlimit(resource.RLIMIT_AS, (24 << 30, 24 << 30))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
@@ -207,7 +206,7 @@ def measured(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
 def costs(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
     """Call a function in a new process. Return (outcome, growth of its peak memory in MiB).
 
-    outcome: what the function returned; the text of a UserError that it raised; or "!!!" and
+    outcome: the return value of the function, the text of its UserError, or "!!!" and the text of
     another error.
     """
     context = small_run.processes()
@@ -237,7 +236,7 @@ def member(
 ) -> bytes:
     """Return a member of a tar file as bytes.
 
-    size: the size that its header claims, by default that of `data`.
+    size: the size in its header in bytes (default: the size of `data`).
     """
     info = tarfile.TarInfo(name)
     info.type = kind
@@ -258,8 +257,8 @@ def parquet(table: pa.Table, **options: Any) -> bytes:
 def ingested(site: Site, index: bytes | None = None, data: bytes = bytes(4096)) -> str:
     """Write the result of an ingest stage with correct digests, and return its key.
 
-    index: the bytes of its index, by default an index of the one image `ROW`. data: those of its
-    shard.
+    index: the bytes of its index (default: an index of the single image `ROW`). data: the bytes of
+    its shard.
     """
     if index is None:
         index = parquet(pa.Table.from_pylist([ROW], SCHEMA))
@@ -271,7 +270,7 @@ def ingested(site: Site, index: bytes | None = None, data: bytes = bytes(4096)) 
 
 
 def source(site: Site, data: bytes) -> str:
-    """Write a source whose Parquet files have these bytes, and return the path of its config."""
+    """Write a source of Parquet files with these bytes, and return the path of its config."""
     folder = site.own_folder / "raw"
     folder.mkdir()
     for split in ("train", "test"):

@@ -1,4 +1,4 @@
-"""Small data sets of images in the layouts that people have, which nobody prepared for us."""
+"""Small image data sets in common layouts, as users have them before any preparation."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def make_image(path: Path, seed: int, size: tuple[int, int] = (12, 10)) -> Path:
 def class_folders(
     folder: Path, classes: Iterable[str], images: int = 3, size: tuple[int, int] = (12, 10)
 ) -> Path:
-    """Write `images` images into a folder for each class, and return `folder`.
+    """Write `images` images into a folder per class, and return `folder`.
 
-    Folders of different names, such as train and test, have different images.
+    Folders with different names, such as train and test, get different images.
     """
     start = zlib.crc32(folder.name.encode())
     for number, name in enumerate(classes):

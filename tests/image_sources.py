@@ -1,4 +1,4 @@
-"""Tables, Parquet files and shards of images as people have them, which nobody prepared for us."""
+"""Image sources as users have them: folders, tables, Parquet files and shards of many layouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ("ant", "bee", "cow", "dog")
 
 
 def png(seed: int) -> bytes:
-    """Return an image of noise."""
+    """Return a PNG of noise."""
     from PIL import Image
 
     pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
@@ -226,7 +226,7 @@ def absolute_paths(folder: Path) -> Path:
 
 
 def every_mode(folder: Path) -> Path:
-    """Write images that are grey, with 16 bits, with alpha, of a palette, for print, turned."""
+    """Write images in several modes: grey, 16 bits, alpha, palette, CMYK, and rotated by EXIF."""
     from PIL import Image
 
     pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)

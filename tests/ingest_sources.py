@@ -1,6 +1,6 @@
-"""Sources whose ingested results are pinned byte for byte, and what is compared of a result.
+"""Data sources for the golden test of ingest, which compares results byte for byte.
 
-`python -m tests.ingest_sources` writes tests/golden/ingest.json from the code as it is.
+`python -m tests.ingest_sources` writes tests/golden/ingest.json from the current code.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def picture(seed: int, form: str = "PNG", mode: str = "RGB", side: int = 9) -> b
 
 
 def make_folder(root: Path, train: int = 12, test: int = 4) -> Path:
-    """Write an image folder with what may go wrong in one, and return it.
+    """Write an image folder with many kinds of problem files, and return it.
 
-    There are copies, rare formats, equal stems, long and odd names, and files that are not images.
+    It has copies, rare formats, equal stems, long and odd names, and files that are not images.
     """
     for c, name in enumerate(CLASSES):
         for split, count in (("train", train), ("test", test)):
@@ -79,8 +79,11 @@ def make_folder(root: Path, train: int = 12, test: int = 4) -> Path:
 
 
 def make_tars(root: Path, source: Path) -> Path:
-    """Write the images of a folder as tars with a label beside each image, and return their
-    folder."""
+    """Write the images of a folder as tar files with a label file for each image.
+
+    Returns:
+        The folder of the tar files.
+    """
     root.mkdir()
     for split in ("train", "test"):
         for part in range(2):
@@ -98,8 +101,11 @@ def make_tars(root: Path, source: Path) -> Path:
 
 
 def make_parquet(root: Path, source: Path) -> Path:
-    """Write the images of a folder as Parquet tables with several row groups, and return their
-    folder."""
+    """Write the images of a folder as Parquet tables with several row groups.
+
+    Returns:
+        The folder of the tables.
+    """
     root.mkdir()
     for split in ("train", "test"):
         rows: list[dict[str, Any]] = []
@@ -116,7 +122,7 @@ def make_parquet(root: Path, source: Path) -> Path:
 
 
 def card_of(path: Path, form: str, **changes: Any) -> Card:
-    """Return a card of one of these sources."""
+    """Return a card for one of these sources."""
     return Card.model_validate(
         {
             "name": "tiny",
@@ -133,7 +139,7 @@ def card_of(path: Path, form: str, **changes: Any) -> Card:
 
 
 def replace_file(artifact: Artifact, name: str, data: bytes) -> None:
-    """Replace a file of a stored result, with all digests right, as a stranger could."""
+    """Replace a file of a stored result and update all digests, as an attacker could."""
     Path(artifact.uri(name)).write_bytes(data)
     path = Path(artifact.root) / artifact.key / "manifest.json"
     body = json.loads(path.read_text())
@@ -150,7 +156,7 @@ def to_parquet(table: pa.Table) -> bytes:
 
 
 def make_cards(folder: Path) -> dict[str, Card]:
-    """Write all sources below `folder` and return a card for each of them, by the case's name."""
+    """Write all sources below `folder`, and return their cards by case name."""
     images = make_folder(folder / "images")
     tars = make_tars(folder / "tars", images)
     tables = make_parquet(folder / "tables", images)
@@ -171,7 +177,7 @@ def make_cards(folder: Path) -> dict[str, Card]:
 
 
 def result_of(card: Card, root: Path, map_fn: MapFn) -> dict[str, Any]:
-    """Ingest a card below `root`, and return what must stay the same of the result."""
+    """Ingest a card below `root`, and return the parts of the result that must not change."""
     manifest = ingest(card, str(root), "k", map_fn, {"step": "ingest"})
     artifact = Artifact.need(str(root), "k")
     rows = Shards.open(str(root), "k").read_index().to_pylist()
@@ -189,7 +195,7 @@ def result_of(card: Card, root: Path, map_fn: MapFn) -> dict[str, Any]:
 
 
 def serial(fn: Any, items: Any) -> Any:
-    """Map one item after the other."""
+    """Apply a function to the items one after the other."""
     return [fn(item) for item in items]
 
 

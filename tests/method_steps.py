@@ -1,4 +1,4 @@
-"""Train and serve one method on a tiny ViT, step by step, without stages, files or data sets."""
+"""Helpers that train and serve one method on a tiny ViT, without stages, files or data sets."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ONE, TWO, THREE = TASKS[:3]
 BASE = Task("base", "card", "", ("x", "y"), "base")
 SIZE = 8  # images in a batch
 PROGRESS = Progress(0, 0, 1, 6)
-# Name -> a function from parameter groups to an optimizer. `adam` has no weight decay, so that a
-# parameter that it changes has a gradient.
+# Name -> function that makes an optimizer from parameter groups. `adam` has no weight decay, so it
+# changes only parameters that have a gradient.
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.05),
     "adam": lambda groups: torch.optim.Adam([g | {"weight_decay": 0.0} for g in groups], lr=1e-2),
@@ -41,7 +41,7 @@ TRAININGS = {
     "adam": TrainSettings(lr=1e-2, weight_decay=0.0),
     "adamw": TrainSettings(lr=1e-2, weight_decay=0.05),
 }
-# Families beside timm's VisionTransformer, and what is special about their positions.
+# ViTs other than timm's VisionTransformer; the names describe their position embeddings.
 OTHER_VITS: dict[str, dict[str, Any]] = {
     "EVA-02, rotary": {"name": "eva02_tiny_patch14_224"},
     "EVA-02, rotary, q k v apart": {"name": "eva02_base_patch14_224"},
@@ -55,11 +55,11 @@ OTHER_VITS: dict[str, dict[str, Any]] = {
     "BEiT, both": {"name": "beit_base_patch16_224", "options": {"use_shared_rel_pos_bias": True}},
 }
 AnyMethod = TypeVar("AnyMethod", bound=Method)
-Left = tuple[TaskState, Carried]  # what `Method.finish` returns
+Left = tuple[TaskState, Carried]  # the return value of `Method.finish`
 
 
 def vit(std: float = 0.2, img_size: int = 16, **options: Any) -> Any:
-    """Return a tiny ViT of which every parameter is drawn from a normal distribution.
+    """Return a tiny ViT with all parameters drawn from a normal distribution.
 
     timm initializes biases to zero and norms to one, which would hide errors in handling them.
     """
@@ -71,7 +71,7 @@ def vit(std: float = 0.2, img_size: int = 16, **options: Any) -> Any:
 
 
 def other_vit(name: str, options: dict[str, Any] | None = None) -> Any:
-    """Return a tiny backbone of another family, as `vit` does."""
+    """Return a tiny backbone of another family, with parameters drawn as in `vit`."""
     small = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
     torch.manual_seed(0)
     model = build(BackboneSettings(name=name, img_size=16, options=small | (options or {})))
@@ -86,7 +86,7 @@ def images(count: int = SIZE, img_size: int = 16) -> Tensor:
 
 
 def batch(step: int = 0, classes: int = 2, epoch: int = 0) -> Batch:
-    """Return a batch of one task: `images`, to which the number of the step is added."""
+    """Return a batch of one task: `images` plus the number of the step."""
     rows = torch.arange(SIZE)
     labels = rows % classes
     tasks = torch.zeros(SIZE, dtype=torch.long)
@@ -95,7 +95,7 @@ def batch(step: int = 0, classes: int = 2, epoch: int = 0) -> Batch:
 
 
 def rates(steps: float, train: TrainSettings = TRAININGS["adamw"]) -> OptimPlan:
-    """Return the plan of optimization of so many steps with these settings."""
+    """Return an optimization plan with `steps` full-rate steps and these settings."""
     return OptimPlan(train.lr, train.weight_decay, SIZE, steps)
 
 
@@ -132,10 +132,10 @@ def each_step(
     steps: int = 6,
     epochs: int = 1,
 ) -> Iterator[int]:
-    """Train as the loop does. In step i, yield 2 i before the optimizer's step, 2 i + 1 after it.
+    """Train as the training loop does; yield 2 i before optimizer step i, and 2 i + 1 after it.
 
-    batch_of: a function from progress to a batch, or the task that `batch` makes batches of.
-    steps: steps an epoch.
+    batch_of: a function from progress to a batch, or a task, for which `batch` makes the batches.
+    steps: steps per epoch.
     """
     method.train()
     for i in range(epochs * steps):
@@ -160,7 +160,7 @@ def train(
     steps: int = 6,
     epochs: int = 1,
 ) -> None:
-    """Train as the loop does; the arguments are those of `each_step`."""
+    """Train as the training loop does; the arguments are those of `each_step`."""
     for _ in each_step(method, optimizer, batch_of, steps, epochs):
         pass
 
@@ -173,9 +173,9 @@ def trained(method: Method, task: Task = ONE, optimizer: str = "adamw") -> TaskS
 
 
 def in_turn(tasks: Iterable[Task], learn: Callable[[Task, Carried | None], Left]) -> list[Left]:
-    """Learn the tasks of a chain in order, and return what `learn` returns for each.
+    """Learn the tasks of a chain in order, and return the results of `learn`.
 
-    `learn` takes a task and the carried state of the task before, read from its bytes.
+    `learn` takes a task and the carried state of the previous task, read from its bytes.
     """
     results: list[Left] = []
     carried = None
@@ -200,5 +200,5 @@ def serving(
 
 @torch.no_grad()
 def answers(method: Method, task: Task = ONE) -> Tensor:
-    """Return the logits of a task for `images`, as serving computes them, (SIZE, classes)."""
+    """Return the logits of a task for `images` in serving, (SIZE, classes)."""
     return method.eval().logits(images(), task.name).clone()

@@ -1,5 +1,4 @@
-"""`mlflow server` on this machine, which tests kill and restart, and what is recorded in a tracking
-store."""
+"""A local `mlflow server` that tests can kill and restart, and a reader of a tracking store."""
 
 from __future__ import annotations
 
@@ -13,9 +12,10 @@ from pipeline.tracking import mlflow_client, ui
 
 
 class RecordedRun(NamedTuple):
-    """A run in MLflow. metrics: name -> (step, value) of each point. files: paths of artifacts.
+    """A run in MLflow.
 
-    models: paths of the files of each model that was logged to it and is complete.
+    metrics: name -> (step, value) of each point. files: paths of artifacts. models: paths of the
+    files of each complete model that was logged to the run.
     """
 
     status: str
@@ -30,8 +30,8 @@ class RecordedRun(NamedTuple):
 class MlflowServer:
     """A process of `mlflow server` on a free port.
 
-    database: its URI; by default SQLite in `folder`, which is created. artifacts: URI of the folder
-    that the server itself writes artifacts into; by default clients write them, below `folder`.
+    database: URI; the default is SQLite in `folder`, which is created. artifacts: URI of the folder
+    into which the server writes artifacts; by default, clients write them below `folder`.
     """
 
     def __init__(self, folder: Path, database: str = "", artifacts: str = "") -> None:
@@ -60,7 +60,7 @@ class MlflowServer:
         assert ui.wait_until_up(self.process, "127.0.0.1", self.port)
 
     def kill(self) -> None:
-        """End the server, and the one process that it has started, by SIGKILL."""
+        """Send SIGKILL to the server and its child process."""
         if self.process:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -68,8 +68,11 @@ class MlflowServer:
 
 
 def contents(uri: str, experiment: str = "accrete") -> dict[tuple[str, str], RecordedRun]:
-    """Return (label, task) -> the run of an experiment; raise AssertionError if one is there
-    twice."""
+    """Return (label, task) -> run of an experiment.
+
+    Raises:
+        AssertionError: if two runs have the same label and task.
+    """
     client, _, experiment_id = mlflow_client.open_store("", uri, experiment)
     runs = client.search_runs([experiment_id], max_results=1000)
     models = client.search_logged_models([experiment_id])
@@ -89,7 +92,7 @@ def contents(uri: str, experiment: str = "accrete") -> dict[tuple[str, str], Rec
                 files = client.list_logged_model_artifacts(model.model_id)
                 model_files.append(sorted(file.path for file in files))
         name = (run.data.tags.get("label", ""), run.data.tags.get("task", ""))
-        assert name not in recorded_runs, "a run is there twice"
+        assert name not in recorded_runs, "two runs have the same label and task"
         recorded_runs[name] = RecordedRun(
             run.info.status,
             histories,

@@ -1,8 +1,9 @@
-"""Runs the code cells of a notebook in order, as Jupyter does, without Jupyter.
+"""Run the code cells of a notebook in order, as Jupyter does, but without Jupyter.
 
     python -m tests.notebook_runner examples/NAME.ipynb
 
-The value of a cell's last expression is printed. An error ends it, with the number of the cell.
+The value of a cell's last expression is printed. The number of each cell is printed before the
+cell runs. The first error ends the program.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def code_cells(path: Path) -> list[str]:
 def run_cell(text: str, name: str, namespace: dict[str, Any]) -> None:
     """Run one cell in a namespace, and print the value of its last expression.
 
-    name: of the cell, in tracebacks.
+    name: the name of the cell in tracebacks.
     """
     tree = ast.parse(text, name)
     last: ast.Expression | None = None
@@ -37,7 +38,7 @@ def run_cell(text: str, name: str, namespace: dict[str, Any]) -> None:
 
 
 def main(path: str) -> None:
-    """Run all cells of a notebook in this process and the current folder."""
+    """Run all cells of a notebook in this process, in the current folder."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for number, text in enumerate(code_cells(Path(path)), 1):
         print(f"--- cell {number}", flush=True)

@@ -1,4 +1,4 @@
-"""Small made-up copies of data sets, in the layouts of their official files."""
+"""Small synthetic copies of data sets in the layouts of their official files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pipeline.data import card_files, formats
 from pipeline.data.packs import ImageChecker
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SIDES = (20, 16)  # width and height of the made-up images
+SIDES = (20, 16)  # width and height of the synthetic images
 
 
 def write_image(path: Path, seed: int = 0) -> None:
-    """Write an image of noise, in the format of its name."""
+    """Write a noise image; the file name determines the format."""
     width, height = SIDES
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,34 +29,34 @@ def write_image(path: Path, seed: int = 0) -> None:
 
 
 def write_lists(folder: Path, **lines: list[str]) -> None:
-    """Write lists, one of each name, as text."""
+    """Write one text file NAME.txt per argument."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, texts in lines.items():
         (folder / f"{name}.txt").write_text("".join(f"{text}\n" for text in texts))
 
 
 def write_mat(path: Path, compressed: Any = True, **values: Any) -> None:
-    """Write a .mat file of version 5, compressed as MATLAB does it."""
+    """Write a .mat file of version 5, compressed like MATLAB's."""
     path.parent.mkdir(parents=True, exist_ok=True)
     savemat(path, values, do_compression=compressed)
 
 
 def structs(rows: list[dict[str, Any]]) -> Any:
-    """Return rows as MATLAB's array of structs, of which `squeeze_me` leaves one axis."""
+    """Return rows as a MATLAB struct array of shape (1, rows)."""
     kinds = [(name, object) for name in rows[0]]
     return np.array([[tuple(row.values()) for row in rows]], kinds)
 
 
 def cells(texts: list[str]) -> Any:
-    """Return texts as a column of MATLAB's cells."""
+    """Return texts as a MATLAB cell array with one column."""
     column = np.empty((len(texts), 1), object)
     column[:, 0] = texts
     return column
 
 
 def small_card(folder: Path, name: str, **changes: Any) -> str:
-    """Write a card of `datasets` as it is, but for a path below `folder` and its sizes. Return the
-    path of the copy."""
+    """Write a card of `datasets` with its source below `folder` and without counts. Returns: the
+    path of the new card."""
     body = yaml.safe_load((REPOSITORY / "datasets" / name / "card.yaml").read_text())
     body["source"]["path"] = str(folder / "prepared")
     body.pop("counts", None)
@@ -68,7 +68,7 @@ def small_card(folder: Path, name: str, **changes: Any) -> str:
 def prepare(
     capsys: pytest.CaptureFixture[str], card: str, source: Path, *options: str, code: int = 0
 ) -> str:
-    """Run `data prepare`; return what it printed, on both streams, as one line."""
+    """Run `data prepare`, and return stdout and stderr as one line."""
     assert cli.main(["data", "prepare", card, str(source), *options]) == code
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
@@ -76,7 +76,7 @@ def prepare(
 
 
 def labels_of(card: str) -> dict[str, dict[str | None, int]]:
-    """Return how many images of each class the lister gives, by split."""
+    """Return the number of listed images of each class, by split."""
     counts: dict[str, Counter[str | None]] = {"train": Counter(), "test": Counter()}
     loaded = card_files.load_card_file(card)
     checker = ImageChecker(loaded)

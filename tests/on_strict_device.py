@@ -4,8 +4,8 @@ Run it in a separate process:
 
 export PYTHONPATH=tests
 .venv/bin/python -m tests.on_strict_device             # print the counts per step of every method
-.venv/bin/python -m tests.on_strict_device meat hat    # of these methods
-.venv/bin/python -m tests.on_strict_device --record    # and record lower and new counts
+.venv/bin/python -m tests.on_strict_device meat hat    # only of these methods
+.venv/bin/python -m tests.on_strict_device --record    # also record lower and new counts
 
 It names each count that rose above the recorded one: see `read_bounds`.
 """
@@ -131,8 +131,8 @@ class Case:
         return lab.run_of(self.method, {**TRAIN, **self.train}, **rest)
 
 
-folders: list[Path] = []  # one: the folder that `start` got
-numbers = count()  # of interrupted stages: a case may run twice in a process
+folders: list[Path] = []  # one entry: the argument of `start`
+numbers = count()  # for unique stage names, because a case may run twice in a process
 
 
 @cache
@@ -142,10 +142,13 @@ def lab_on(device: str) -> Lab:
     return Lab(folders[0] / device, Group(device=chosen))
 
 
-# ---- what is done on the device ------------------------------------------------------------------
+# ---- runs on the device --------------------------------------------------------------------------
 def results(case: Case, device: str) -> dict[str, Any]:
-    """Run every stage of a case on a device. Return the bytes of its states, the results of its
-    evaluations and the answers of the served model, each by name.
+    """Run every stage of a case on a device.
+
+    Returns:
+        By name: the bytes of the states, the results of the evaluations and the answers of the
+        served model.
     """
     run = case.run_in(lab_on(device))
     results_by_name: dict[str, Any] = {}
@@ -161,7 +164,7 @@ def results(case: Case, device: str) -> dict[str, Any]:
 def served(run: Run) -> dict[str, Any]:
     """Return the answers of the served model for six test images of each task, tasks interleaved.
 
-    They are asked for twice: with the task of each image, and without.
+    The model answers twice: with the task of each image given, and without it.
     """
     all_tasks: dict[Task, None] = {}  # an ordered set
     states = {}
@@ -189,7 +192,8 @@ def served(run: Run) -> dict[str, Any]:
 def resumed(case: Case, device: str) -> None:
     """Interrupt each stage of the last task after one step, and resume it from its checkpoint.
 
-    Raise AssertionError when its states are not those of the uninterrupted stage.
+    Raises:
+        AssertionError: if its states differ from those of the uninterrupted stage.
     """
     run = case.run_in(lab_on(device))
     for job in run.stages(len(run.order) - 1):
@@ -201,7 +205,7 @@ def resumed(case: Case, device: str) -> None:
             run.lab.stage(repeated)
         with interrupted_after(1000) as steps:
             artifact = run.lab.stage(repeated)
-        assert steps[0].global_step == 1, f"{job.id}: it started again after an interruption"
+        assert steps[0].global_step == 1, f"{job.id}: it started over after an interruption"
         for name in ("task.safetensors", "carried.safetensors"):
             assert artifact.read(name) == expected.read(name), (
                 f"{job.id}: {name} differs after an interruption"
@@ -209,10 +213,16 @@ def resumed(case: Case, device: str) -> None:
 
 
 def run_main_job(path: str, storages: tuple[str, str]) -> list[dict[str, Any]]:
-    """Run a config by the command line, first on the device, then on the CPU.
+    """Run a config with the command line, first on the device, then on the CPU.
 
-    Return the results of both, each by the id of the stage. path: of the config. storages: of both.
-    The reports, which have no part in the results, get no pictures.
+    A stub replaces the reports, because they are not compared.
+
+    Args:
+        path: The config file.
+        storages: The storage of each run.
+
+    Returns:
+        The results of both runs, by stage id.
     """
     overrides = ["--set", "cluster.gpus_per_worker=1", "--set", f"storage={storages[0]}"]
     output = io.StringIO()
@@ -232,8 +242,10 @@ def run_main_job(path: str, storages: tuple[str, str]) -> list[dict[str, Any]]:
 
 
 def measure_model(path: str) -> list[Any]:
-    """Return the accuracies of a model and the test distances of its tasks: with the device, and
-    without."""
+    """Return the accuracies of a model and the test distances of its tasks.
+
+    The first pair is measured on the device, the second on the CPU.
+    """
     with contextlib.redirect_stdout(io.StringIO()):
         assert cli.main(["run", path]) == 0
     run = app.prepare(path)
@@ -254,7 +266,7 @@ def measure_model(path: str) -> list[Any]:
 
 
 def first_sample(path: str, timeout_s: float = 20) -> Any:
-    """Return the first sample of the machine that an executor posts with the device."""
+    """Return the first machine sample that an executor posts on the strict device."""
     samples: queue.Queue[Any] = queue.Queue()
     config = app.prepare(path, ["cluster.gpus_per_worker=1"]).config
     with strict_device.strict_device():
@@ -271,8 +283,8 @@ def first_sample(path: str, timeout_s: float = 20) -> Any:
 def counted(device: strict_device.StrictDevice) -> Iterator[dict[str, list[Counts]]]:
     """Yield stage id -> the counts of each training step that runs in the context.
 
-    A step counts from the end of the step before it to its own end, the feed included, which makes
-    its batches in line. The first step of an epoch is left out.
+    A step lasts from the end of the previous step to its own end. It includes the work of the feed,
+    which has no prefetch threads here. The first step of an epoch is not counted.
     """
     counts_by_stage: dict[str, list[Counts]] = defaultdict(list)
     train_step = loop.train_step
@@ -287,7 +299,7 @@ def counted(device: strict_device.StrictDevice) -> Iterator[dict[str, list[Count
         counts_before = device.counts
         return terms
 
-    # Progress is never reported: a report, due after some seconds, reads the loss on the host.
+    # Disable progress reports, because a report reads the loss on the host.
     with (
         mock.patch.object(loop, "train_step", counting_step),
         mock.patch.object(loop, "REPORT_S", math.inf),
@@ -298,7 +310,7 @@ def counted(device: strict_device.StrictDevice) -> Iterator[dict[str, list[Count
 
 # ---- cases, in a separate process ----------------------------------------------------------------
 def start(folder: Path) -> None:
-    """Prepare this process for cases, whose results go to `folder`."""
+    """Prepare this process to run cases that write their results to `folder`."""
     folders.append(folder)
     torch.set_num_threads(1)
     strict_device.register()
@@ -306,10 +318,18 @@ def start(folder: Path) -> None:
 
 
 def check(case: Case, compare: bool = True, resume: bool = True) -> dict[Step, Counts]:
-    """Run a case on the strict device. Return the counts of each training step of the last task.
+    """Run a case on the strict device.
 
-    Raise the error of an operation that the device refuses. compare: raise AssertionError when the
-    results differ from those of the CPU. resume: check interrupted stages too, see `resumed`.
+    Args:
+        compare: Also compare the results with those of the CPU.
+        resume: Also check interrupted stages, see `resumed`.
+
+    Returns:
+        The counts of each training step of the last task.
+
+    Raises:
+        DeviceError, TypeError: if the device refuses an operation.
+        AssertionError: if a check fails.
     """
     with strict_device.strict_device() as device:
         with counted(device) as steps:
@@ -326,7 +346,7 @@ def check(case: Case, compare: bool = True, resume: bool = True) -> dict[Step, C
             expected = results(case, "cpu")
         lab_on("cpu").forget()
         differing = [name for name in expected if device_results[name] != expected[name]]
-        assert not differing, f"{case}: not what the CPU makes: {', '.join(differing)}"
+        assert not differing, f"{case}: differs from the CPU: {', '.join(differing)}"
     costs: dict[Step, Counts] = {}
     for job_id, step_counts in steps.items():
         if job_id.startswith(f"{case.method}/"):
@@ -337,7 +357,7 @@ def check(case: Case, compare: bool = True, resume: bool = True) -> dict[Step, C
 
 
 def stopped(case: Case, error: Exception) -> str:
-    """Return where a method would stop on a GPU, and what its author can do."""
+    """Return a message that says where a method would stop on a GPU, and the remedy."""
     source = inspect.getfile(METHODS[case.method])
     frames = traceback.extract_tb(error.__traceback__)
     project = [f for f in frames if Path(f.filename).is_relative_to(WORKERS)]
@@ -354,7 +374,7 @@ def stopped(case: Case, error: Exception) -> str:
 def counts_of(method: str, scenario: str) -> dict[Step, Counts]:
     """Return the counts of each training step of a method.
 
-    Where the method can start from a base task, the counts of its steps then are included.
+    If the method can start from a base task, the counts of those steps are included.
     """
     counts = check(Case(method, scenario), compare=False, resume=False)
     if METHODS[method].starts_from:
@@ -368,7 +388,7 @@ def typical(steps: list[Counts]) -> Counts:
     return Counts(*map(statistics.median_low, columns))
 
 
-# ---- what is recorded ----------------------------------------------------------------------------
+# ---- recorded counts -----------------------------------------------------------------------------
 def read_bounds() -> dict[Step, Counts]:
     """Return the recorded counts of the steps of all methods; they must not rise."""
     bounds = {}
@@ -380,7 +400,7 @@ def read_bounds() -> dict[Step, Counts]:
 
 
 def write_bounds(bounds: dict[Step, Counts]) -> None:
-    """Record these counts; steps without an entry lose theirs."""
+    """Record these counts, and drop the other recorded steps of the same methods."""
     steps: dict[str, dict[str, Any]] = {method: {} for method, _, _ in bounds}
     for (method, scenario, step), counts in bounds.items():
         costs = {"ops": counts.ops, "copies": counts.copies, "reads": counts.reads}
@@ -436,7 +456,11 @@ def main(argv: list[str] | None = None) -> int:
 def measure(methods: list[str], record: bool) -> int:
     """Print the rows of these methods, and a sentence for each count above its bound.
 
-    Return the exit code, 1 when there is such a count. record: record lower and new counts.
+    Args:
+        record: Record lower and new counts.
+
+    Returns:
+        The exit code: 1 if a count is above its bound, else 0.
     """
     bounds = read_bounds()
     failed = False

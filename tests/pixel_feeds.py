@@ -1,4 +1,4 @@
-"""Train and serve a chain of steps on random images, without stages or files."""
+"""Helpers that train and serve a chain of steps on random images, without stages or files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PixelFeed:
 
 
 def data_of(task: Task) -> StepData:
-    """Return data that has the train split of `task`, and no other."""
+    """Return step data with only the train split of `task`."""
 
     def make_feed(split: str, training: bool) -> Any:
         assert (split, training) == ("train", False)

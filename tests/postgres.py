@@ -1,4 +1,4 @@
-"""PostgreSQL on this machine: a server of Debian's package, which asks for a password."""
+"""A local PostgreSQL server from Debian's package, with a password."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pathlib import Path
 from pipeline.tracking import ui
 
 USER, PASSWORD = "accrete", "thispasswordmustnotappearanywhere"
-ACCOUNT = "postgres"  # of this machine: PostgreSQL does not run as root
+ACCOUNT = "postgres"  # system user, because PostgreSQL does not run as root
 
 
 def programs() -> Path | None:
-    """Return the folder of PostgreSQL's programs; None where it is not installed."""
+    """Return the folder of PostgreSQL's programs, or None if it is not installed."""
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
     return folders[-1].parent if folders else None
 
 
 def why_missing() -> str:
-    """Return why PostgreSQL cannot be run on this machine; empty where it can."""
+    """Return the reason why PostgreSQL cannot run on this machine, or ""."""
     if programs() is None:
         return "PostgreSQL missing: install postgresql"
     if importlib.util.find_spec("psycopg") is None:
@@ -40,7 +40,7 @@ def why_missing() -> str:
 
 
 def account() -> int | None:
-    """Return the user whose processes PostgreSQL's are; None for that of this process."""
+    """Return the user id for PostgreSQL's processes; None for the user of this process."""
     return pwd.getpwnam(ACCOUNT).pw_uid if os.geteuid() == 0 else None
 
 
@@ -54,11 +54,11 @@ class Postgres:
 
     @property
     def uri(self) -> str:
-        """The URI of its one database, with the password."""
+        """The URI of its only database, with the password."""
         return f"postgresql://{USER}:{PASSWORD}@127.0.0.1:{self.port}/postgres"
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start the server, and wait until it answers."""
         address = ["-h", "127.0.0.1", "-p", str(self.port)]
         with open(self.folder / "log.txt", "ab") as log:
             self.process = subprocess.Popen(
@@ -74,7 +74,7 @@ class Postgres:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """Let it break off all connections and end, as in a crash; the next start recovers."""
+        """Send SIGQUIT: the server drops all connections, and the next start recovers its data."""
         if self.process:
             self.process.send_signal(signal.SIGQUIT)
             self.process.wait(900)
@@ -106,7 +106,7 @@ class Postgres:
 
 @contextlib.contextmanager
 def postgres_up() -> Iterator[Postgres]:
-    """Run a new server inside the context, in a folder that its user can reach."""
+    """Context manager that runs a new server with its data in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="postgres-of-a-test-") as folder:
         owner = account()
         if owner is not None:

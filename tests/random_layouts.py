@@ -1,7 +1,7 @@
-"""Random data sets with a known truth, in the layouts that people have: folders, tables, Parquet
-files and tars, with other files beside them.
+"""Random data sets with known labels and splits, in common layouts: folders, tables, Parquet files
+and tars, next to unrelated files.
 
-Each image is noise of its own, so that its digest tells in the ingested index which one it is.
+Each image is different noise, so that its digest identifies it in the ingested index.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNCLEAR = {"val": ["eval", "holdout"], "test": ["eval", "holdout"]}
 
 
 class Picture(NamedTuple):
-    """One image. name: without extension, unique in its class and split unless said otherwise."""
+    """One image; `name` has no extension and is unique in its class and split."""
 
     split: str
     label: str
@@ -39,7 +39,7 @@ class Picture(NamedTuple):
 
     @property
     def sha256(self) -> str:
-        """Digest of the file, as the index has it."""
+        """The digest of the file, as in the index."""
         return hashlib.sha256(self.data).hexdigest()
 
 
@@ -48,11 +48,11 @@ class Layout:
     """A folder with a data set.
 
     Attributes:
-        kind: What it is, for the statistics.
-        is_unusual: Whether it is one that few programs read.
-        folder: That is given to `init`.
+        kind: Name of the layout, for the statistics.
+        is_unusual: Whether few programs read this layout.
+        folder: The folder to pass to `init`.
         pictures: All images of the data set.
-        split: Whether the splits stand in it; else all images are train.
+        has_splits: Whether the layout names the splits; if not, all images are train.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class Layout:
 
 
 class Maker:
-    """Makes random data sets below a folder."""
+    """A generator of random data sets below a folder."""
 
     def __init__(self, folder: Path, seed: int):
         self.folder = folder
@@ -73,11 +73,11 @@ class Maker:
         folder.mkdir(parents=True)
 
     def pick(self, values: Any) -> Any:
-        """Return one of some values."""
+        """Return one of the values at random."""
         return values[int(self.random.integers(len(values)))]
 
     def chance(self, share: float) -> bool:
-        """Return True in some share of the calls."""
+        """Return True with probability `share`."""
         return bool(self.random.random() < share)
 
     def png(self) -> bytes:
@@ -88,7 +88,11 @@ class Maker:
         return buffer.getvalue()
 
     def pictures(self, splits: list[str], names: str = "unique") -> list[Picture]:
-        """Return images of some classes; names: `unique`, or `again` in each class and split."""
+        """Return images of some classes.
+
+        Args:
+            names: `unique`, or `again` to use the same names in each class and split.
+        """
         classes = list(self.random.permutation(NAMES)[: int(self.random.integers(2, 5))])
         made: list[Picture] = []
         for split in splits:
@@ -100,14 +104,14 @@ class Maker:
         return made
 
     def splits(self) -> list[str]:
-        """Return the splits of a data set."""
+        """Return random splits of a data set."""
         splits: list[str] = self.pick(
             [["train"], ["train", "test"], ["train", "val", "test"], ["train", "val"]]
         )
         return splits
 
     def words(self, splits: list[str], unclear: bool = False) -> dict[str, str]:
-        """Return what each split is called."""
+        """Return a random name for each split."""
         words = {split: self.pick(WORDS[split]) for split in splits}
         last = splits[-1]
         if unclear and last != "train" and self.chance(0.3):
@@ -138,7 +142,7 @@ class Maker:
                 self.write(path, data)
 
     def table(self, path: str, columns: list[str], rows: list[list[str]]) -> None:
-        """Write a CSV in one of its forms."""
+        """Write a CSV file with a random separator, line end and byte order mark."""
         sign = self.pick([",", ";", "\t"])
         lines = [sign.join(map(quoted(sign), row)) for row in [columns, *rows]]
         end = self.pick(["\n", "\r\n"])
@@ -159,7 +163,7 @@ class Maker:
 
 
 def quoted(sign: str) -> Callable[[str], str]:
-    """Return a function that puts a cell into quotes if it must be."""
+    """Return a function that quotes a cell if needed."""
     return lambda cell: f'"{cell}"' if sign in cell or '"' in cell else cell
 
 
@@ -181,7 +185,7 @@ def split_folders(maker: Maker) -> Layout:
 
 
 def odd_split_folders(maker: Maker) -> Layout:
-    """Splits below a folder around them, by odd words, or as a part of a name."""
+    """Write split folders with odd names, inside another folder, or as part of a name."""
     splits = maker.splits()
     words = maker.words(splits, unclear=True)
     wrapper = maker.pick(["images/", "photos/", "data/", ""])
@@ -212,7 +216,7 @@ def test_beside_classes(maker: Maker) -> Layout:
 
 
 def classes_with_others(maker: Maker) -> Layout:
-    """Masks, thumbnails or pictures without labels beside the classes."""
+    """Write class folders next to masks, thumbnails or unlabelled images."""
     pictures = maker.pictures(["train"])
     for p in pictures:
         maker.write(f"{p.label}/{p.name}.png", p.data)
@@ -236,7 +240,7 @@ def names_say_the_split(maker: Maker) -> Layout:
 
 
 def folders_with_a_table(maker: Maker) -> Layout:
-    """Class folders, and a table beside them that says something else."""
+    """Write class folders and a table that does not hold the labels."""
     splits = maker.splits()
     pictures = maker.pictures(splits)
     top = maker.pick(["{split}/", "images/{split}/"]) if len(splits) > 1 else ""
@@ -265,7 +269,7 @@ def folders_with_a_table(maker: Maker) -> Layout:
 
 # ---- tables --------------------------------------------------------------------------------------
 def plain_table(maker: Maker) -> Layout:
-    """A table of paths and labels, with a column of splits or without."""
+    """Write a table of paths and labels, with or without a split column."""
     splits = maker.splits()
     pictures = maker.pictures(splits)
     columns = [maker.pick(["filename", "image", "path", "file"]), maker.pick(["label", "class"])]
@@ -281,7 +285,7 @@ def plain_table(maker: Maker) -> Layout:
 
 
 def odd_table(maker: Maker) -> Layout:
-    """A table that names its images by ids, in folders of classes or splits, with odd splits."""
+    """Write a table of image ids, with images in class or split folders and splits in odd forms."""
     splits = maker.splits()
     where = maker.pick(["images/", "{split}/", "{label}/", "a/{split}/{label}/", ""])
     again = "{split}" in where or "{label}" in where
@@ -375,7 +379,7 @@ def paths_of_another_machine(maker: Maker) -> Layout:
 
 
 def lists_of_paths(maker: Maker) -> Layout:
-    """train.txt and test.txt with a path, and a label or the folder of a class."""
+    """Write a list of paths for each split, such as train.txt, with or without labels."""
     splits = maker.splits()
     pictures = maker.pictures(splits)
     pictures = [p._replace(label=p.label.replace(" ", "_")) for p in pictures]
@@ -408,7 +412,7 @@ def parquet_files(maker: Maker) -> Layout:
 
 
 def odd_parquet(maker: Maker) -> Layout:
-    """Parquet with a column of splits, class lists that differ, or paths in place of bytes."""
+    """Write Parquet files with a split column, different class lists, or paths instead of bytes."""
     splits = maker.splits()
     pictures = maker.pictures(splits)
     kind = maker.pick(["column", "lists", "paths", "view", "arrow"])
@@ -481,7 +485,7 @@ def tars(maker: Maker) -> Layout:
 
 
 def odd_tars(maker: Maker) -> Layout:
-    """Tars by odd words, with numbers and names, keys with dots, or files of macOS."""
+    """Write tars with odd split names, numbers and names as labels, dotted keys or macOS files."""
     splits = maker.splits()
     words = maker.words(splits, unclear=True)
     pictures = maker.pictures(splits)
@@ -533,7 +537,7 @@ MAKERS: tuple[Callable[[Maker], Layout], ...] = (
 
 
 def make_layout(folder: Path, seed: int) -> Layout:
-    """Return the random layout of a seed, below a new folder."""
+    """Write the random layout of a seed to a new folder below `folder`."""
     maker = Maker(folder / "data", seed)
     layout = MAKERS[seed % len(MAKERS)](maker)
     maker.litter()
@@ -541,7 +545,7 @@ def make_layout(folder: Path, seed: int) -> Layout:
 
 
 def expected_split(layout: Layout, picture: Picture) -> str | None:
-    """Return the split that an image must get; None: train, or held out of it."""
+    """Return the split that an image must get; None: train, or held out from train."""
     if not layout.has_splits:
         return None
     splits = {p.split for p in layout.pictures}

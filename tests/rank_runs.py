@@ -1,4 +1,4 @@
-"""Run stages on several processes that gloo connects."""
+"""Run stages on several processes connected by gloo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workers.methods.base import Method
 
 @dataclass
 class Steps:
-    """What one rank did in one stage. Each list has an entry a training step."""
+    """The record of one rank in one stage; each list has one entry per training step."""
 
     # Positions in the global batch of the samples that the rank trained on.
     rows: list[list[int]] = field(default_factory=list)
@@ -40,10 +40,13 @@ class Steps:
 def on_ranks(
     jobs: list[StageJob], world: int, folder: Path, stop_after: dict[str, int] | None = None
 ) -> list[list[Steps]]:
-    """Run stages on `world` processes that gloo connects.
+    """Run stages on `world` processes connected by gloo.
 
-    stop_after: stage key -> the number of steps after which every rank stops the stage. Return what
-    each rank did in each stage: [rank][stage].
+    Args:
+        stop_after: Stage key -> number of steps after which every rank stops the stage.
+
+    Returns:
+        The record of each rank in each stage: [rank][stage].
     """
     folder.mkdir()
     small_run.processes()
@@ -95,8 +98,8 @@ def _rank(
 
 
 def small_batches() -> Any:
-    """Return a context in which evaluation takes 16 images a batch.
+    """Return a context in which evaluation uses batches of 16 images.
 
-    Then even a tiny split has several batches, so that every rank gets some.
+    Even a tiny split then has several batches, so that every rank gets some.
     """
     return mock.patch.object(Feed.evaluate, "__defaults__", (16,))

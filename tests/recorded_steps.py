@@ -1,4 +1,4 @@
-"""A method from outside that records the images of each of its training steps."""
+"""An external method that records the images of each training step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ class RecordedSettings(MethodSettings):
 
 
 class Recorded(Method[RecordedSettings]):
-    """Trains a head on a frozen backbone, which converges whatever the order of sums.
+    """Trains a head on a frozen backbone, which converges for any order of sums.
 
-    A step takes at least PAUSE seconds, so that a test can end one in the middle of a task. Each
-    process adds a line for each step to a file for each task. A line has the time, the number
-    of ranks, the number of the step, and a digest of each augmented image by its position in the
-    global batch.
+    A step takes at least PAUSE seconds, so that a test can kill a process in the middle of a task.
+    Each process appends one line per step to a file per task. A line has the time, the number of
+    ranks, the step number, and a digest of each augmented image by position in the global batch.
     """
 
     name = "recorded"
@@ -56,5 +55,5 @@ pipeline.register(Recorded)
 
 
 def run_into(argv: list[str], out: str) -> None:
-    """Run the command line in this process as `small_run.main_into` does, with this method."""
+    """Run the command line in this process like `small_run.main_into`, with this method."""
     small_run.main_into(argv, out, 0, signal.SIGKILL, "")

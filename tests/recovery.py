@@ -1,6 +1,6 @@
-"""What tests of recovery share.
+"""Helpers for recovery tests.
 
-An uninterrupted run as reference, the check after a run was started again, damage to files, and a
+They provide an uninterrupted run as reference, a check after a restart, damage to files, and a
 crash before a training step.
 """
 
@@ -21,15 +21,19 @@ from tests import small_run
 from workers import loop
 from workers.storage.artifact import Artifact
 
-MOMENTS = 20260101  # seed of the moments at which processes are killed
+MOMENTS = 20260101  # seed of the times at which processes are killed
 
 
 @dataclass
 class Reference:
-    """An uninterrupted run, to compare interrupted ones with.
+    """An uninterrupted run to compare interrupted runs with.
 
-    cards: paths of its cards by name. body: its config as plain values. expected: see
-    `small_run.results`. seconds: how long it took. changes: of its config, see `make_body`.
+    Attributes:
+        cards: Paths of the cards by name.
+        body: The config as plain values.
+        expected: The results, see `small_run.results`.
+        seconds: Duration of the run.
+        changes: Changes of the config, see `small_run.make_body`.
     """
 
     folder: Path
@@ -46,7 +50,7 @@ class Reference:
         """Run the tasks `names` without interruption. changes: see `small_run.make_body`."""
         cards = small_run.make_cards(folder, names)
         body = small_run.make_body(folder, cards, **changes)
-        # the fork server is up after it
+        # start the fork server before the time is measured
         small_run.run(
             ["plan", small_run.write_config(folder / "warm.yaml", body)], folder / "warm.txt"
         )
@@ -79,15 +83,19 @@ class Reference:
 def check_recovered(
     reference: Reference, folder: Path, before: dict[str, str], output: str
 ) -> None:
-    """Check the storage after an interrupted command was given again.
+    """Check the storage after an interrupted command was run again.
 
-    before: the published attempts when it was given again; output: what it printed. No published
-    result is computed again, results equal those of the reference, and no file is damaged. More may
-    be reused than `before`: a worker that outlives its driver publishes the stage it has begun.
+    No published result may be computed again, results must equal those of the reference, and no
+    file may be damaged. More than `before` may be reused, because a worker that outlives its driver
+    publishes its current stage.
+
+    Args:
+        before: The published attempts before the command was run again.
+        output: The output of the second run.
     """
     storage = folder / "storage"
     after = small_run.attempts(storage)
-    assert before.items() <= after.items(), "a result that stood was computed again"
+    assert before.items() <= after.items(), "a published result was computed again"
     if before and len(after) > len(before):
         summary = re.search(r"(\d+) stages run, (\d+) reused", output)
         if summary:
@@ -104,7 +112,7 @@ def check_recovered(
 
 
 def published_attempts(folder: Path) -> dict[str, str]:
-    """Return the published attempts; none when the run died before it wrote its record."""
+    """Return the published attempts, or none if the run died before it wrote its record."""
     record = folder / "storage" / "runs" / "small" / "run.json"
     return small_run.attempts(folder / "storage") if record.exists() else {}
 
@@ -117,7 +125,7 @@ def damage_file(path: Path, harm: str) -> None:
     elif harm == "truncate":
         path.write_bytes(data[: len(data) // 2])
     else:
-        # in a tar, a byte of an image and not of the padding
+        # In a tar, damage an image and not the padding.
         data[data.find(b"IDAT") + 9 if path.suffix == ".tar" else len(data) // 2] ^= 1
         path.write_bytes(data)
 
@@ -128,9 +136,10 @@ class Crash(BaseException):
 
 @contextlib.contextmanager
 def steps(patch: pytest.MonkeyPatch, crash_at: int = 0) -> Iterator[list[str]]:
-    """Give the list of stage ids of all training steps made so far.
+    """Yield the list of the stage ids of all training steps so far.
 
-    crash_at: raise Crash before the step of this number, counted from 1; 0 for never.
+    Args:
+        crash_at: Raise Crash before this step, counted from 1 (0: never).
     """
     made: list[str] = []
     step = loop.train_step

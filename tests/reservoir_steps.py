@@ -1,4 +1,4 @@
-"""Methods that replay a reservoir: their runs, their feeds, and batches with given logits."""
+"""Helpers for methods that replay a reservoir: runs, feeds, and batches with given logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.methods.bases.reservoir import list_slots
 from workers.rng import StepRng
 
 QUICK = {**OPTIMIZERS["adamw"], "epochs": 1}
-# The worked values of the reference (section 7).
+# Worked values of the reference (section 7).
 Z = [[0.5, -0.2, 0.1], [1.0, 0.0, -1.0]]
 Z1 = [[0.2, 0.4, -0.1], [0.0, 0.3, 0.3]]
 H1 = [[0.5, 0.1, 0.0], [-0.2, 0.6, 0.0]]
@@ -26,12 +26,12 @@ Z2 = [[1.2, -0.3, 0.0], [0.1, 0.1, 0.9]]
 
 
 def run_of(lab: Lab, method: str = "er", scenario: str = "class", **settings: Any) -> Run:
-    """Return the run of a method in a scenario, one epoch a task."""
+    """Return the run of a method in a scenario, with one epoch per task."""
     return lab.run_of(method, QUICK, settings=settings, scenario=scenario)
 
 
 def feed_of(run: Run, group: Group, accumulate: int = 1) -> Feed:
-    """Return the feed of the second task, with its replay."""
+    """Return the feed of the second task, including replay."""
     job = run.stages(1)[0]
     job = replace(job, train=job.train.model_copy(update={"accumulate": accumulate}))
     keys: dict[str, list[str]] = {}
@@ -43,7 +43,7 @@ def feed_of(run: Run, group: Group, accumulate: int = 1) -> Feed:
 
 
 def rows(logits: list[list[float]], labels: list[int], **parts: Any) -> Batch:
-    """Return a batch with logits as images, of classes of task b."""
+    """Return a batch with the given logits as images. All samples have task index 0."""
     count = len(labels)
     draw = StepRng(0, 0, 0, torch.arange(count), count, torch.device("cpu"))
     zeros = torch.zeros(count, dtype=torch.long)
@@ -51,7 +51,7 @@ def rows(logits: list[list[float]], labels: list[int], **parts: Any) -> Batch:
 
 
 def identity(name: str, tasks: tuple[Task, ...], scenario: str = "class", **settings: Any) -> Any:
-    """Return a method on a backbone that returns its input; heads pick the classes' columns."""
+    """Return a method with an identity backbone. Each head selects the columns of its classes."""
     method = begun(name, *tasks, **settings)
     width = sum(task.num_classes for task in tasks)
     method.scenario = scenario

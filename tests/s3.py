@@ -26,9 +26,9 @@ from typing import Any
 from tests import small_run
 
 KEY, SECRET = "AKIATESTKEYOFNOBODY", "thissecretmustnotappearanywhere"
-# Arguments: a port, 0 for a free one, and a file, or "". Reads what the file holds and, when
-# standard input ends, writes what the server holds into it: between two requests, so that nothing
-# is lost that was answered.
+# Arguments: a port (0 for a free one) and a state file (or ""). The server loads the file at the
+# start. When standard input ends, it waits for the current request and writes its buckets to the
+# file, so that the effect of every answered request is kept.
 SERVER = """
 import logging, os, pickle, sys, threading
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
@@ -62,14 +62,14 @@ BODY = (
     b"<?xml version='1.0'?><Error><Code>%s</Code><Message>a fault of the "
     b"test</Message><RequestId>0</RequestId></Error>"
 )
-# Kind of a fault -> status and S3 error code of the answer.
+# fault kind -> status and S3 error code of the answer
 ANSWERS = {
     "503": (503, "SlowDown"),
     "500": (500, "InternalError"),
     "429": (429, "TooManyRequests"),
     "403": (403, "AccessDenied"),
 }
-# Headers that the proxy does not pass on.
+# headers that the proxy does not forward
 REQUEST_HEADERS_OF_ONE_HOP = ("transfer-encoding", "connection", "expect", "content-length")
 RESPONSE_HEADERS_OF_ONE_HOP = (
     "transfer-encoding",
@@ -86,7 +86,7 @@ class Fault:
 
     kind is a key of `ANSWERS`, or one of these:
     - `cut upload`, `cut download`: the connection is closed in the middle of the body;
-    - `done, unsaid`: the server carries the request out, and the client gets no answer;
+    - `done, unsaid`: the server executes the request, but the client gets no answer;
     - `slow`: the answer arrives in five pieces with pauses;
     - `silent`: no answer until `Proxy.hold` is set.
     """
@@ -102,10 +102,10 @@ class Proxy:
     """An HTTP proxy that passes requests to the server, and makes some of them fail."""
 
     upstream: int  # port of the server
-    share: float = 0.0  # share of all requests that fail at random
-    kinds: tuple[str, ...] = ("503", "500", "cut upload", "cut download", "slow")  # of those
+    share: float = 0.0  # fraction of requests that fail at random
+    kinds: tuple[str, ...] = ("503", "500", "cut upload", "cut download", "slow")  # at random
     faults: list[Fault] = field(default_factory=list)
-    # One entry a request: method, path with query, kind of its fault or "".
+    # One entry per request: method, path with query, and the fault kind or "".
     seen: list[tuple[str, str, str]] = field(default_factory=list)
     # Requests with the fault `silent` wait for this event.
     hold: threading.Event = field(default_factory=threading.Event)
@@ -120,7 +120,7 @@ class Proxy:
         return f"s3://{self.bucket}/storage"
 
     def choose(self, method: str, path: str) -> str:
-        """Record a request, and return the kind of its fault, or "" where it must not fail."""
+        """Record a request, and return its fault kind, or "" if it must not fail."""
         with self.lock:
             kind = ""
             for fault in self.faults:
@@ -181,7 +181,7 @@ class Proxy:
 def body_of(request: BaseHTTPRequestHandler, part: float = 1.0) -> bytes:
     """Return the body of a request.
 
-    part: the share of it to read, from the start; a chunked body is read whole.
+    part: the fraction to read, from the start. A chunked body is read completely.
     """
     if "chunked" in request.headers.get("Transfer-Encoding", "").lower():
         body = b""
@@ -195,7 +195,7 @@ def body_of(request: BaseHTTPRequestHandler, part: float = 1.0) -> bytes:
 
 
 def relay(request: BaseHTTPRequestHandler, proxy: Proxy) -> None:
-    """Pass a request to the server and its response back, unless the proxy makes it fail."""
+    """Forward a request to the server and return its response, unless the proxy makes it fail."""
     method = request.command
     fault = proxy.choose(method, request.path)
     if fault == "cut upload":
@@ -246,9 +246,9 @@ def answer(
     fault: str = "",
     length: str | None = None,
 ) -> None:
-    """Send a response, with the faults `cut download` and `slow` if asked.
+    """Send a response, with the fault `cut download` or `slow` if given.
 
-    length: the Content-Length, that of `data` by default.
+    length: the Content-Length; by default, the length of `data`.
     """
     request.send_response(code)
     for name, value in headers:
@@ -272,10 +272,10 @@ def answer(
 
 @dataclass
 class Server:
-    """A process of an S3 server, which can be ended and started again.
+    """An S3 server process that can be stopped and started again.
 
-    state: file that keeps what is in it meanwhile; empty: it is lost. port: the first start chooses
-    a free one.
+    state: file that keeps the buckets between a stop and the next start; "": they are lost. port:
+    if 0, the first start chooses a free port.
     """
 
     state: str = ""
@@ -308,7 +308,7 @@ def server() -> Iterator[int]:
 
 
 def files(port: int, bucket: str) -> dict[str, bytes]:
-    """Return name -> content of all objects of a bucket, read past the proxy."""
+    """Return name -> content of all objects of a bucket. port: of the server, not the proxy."""
     client = client_of(port)
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
     contents = {}
@@ -356,8 +356,8 @@ def leaks(folder: Path, secrets: Iterable[str] = (KEY, SECRET)) -> list[str]:
 def start(argv: list[str], out: Path, env: dict[str, str], stop_before: int = 0) -> Any:
     """Run the command line in a process, as `small_run.start` does, and return the process.
 
-    env: variables to set. stop_before: n to end the process by SIGKILL before it writes its n-th
-    object, 0 for never.
+    env: variables to set. stop_before: n to kill the process before it writes its n-th object; 0:
+    never.
     """
     process = small_run.processes().Process(
         target=main_into, args=(argv, str(out), env, stop_before)
@@ -367,10 +367,10 @@ def start(argv: list[str], out: Path, env: dict[str, str], stop_before: int = 0)
 
 
 def main_into(argv: list[str], out: str, env: dict[str, str], stop_before: int) -> None:
-    """Run the command line in this process, which `start` started; arguments as there.
+    """Run the command line in this process, which `start` started with the same arguments.
 
-    A request is sent once by pyarrow, so that the project's retries are tested, with short pauses;
-    so are those of the record.
+    pyarrow sends each request once, so that the project's own retries are tested. The pauses
+    between retries are short, also those of the tracking outbox.
     """
     from pipeline.tracking import outbox
     from workers.storage import filesystem
@@ -394,7 +394,7 @@ def main_into(argv: list[str], out: str, env: dict[str, str], stop_before: int) 
 
 
 def environment(port: int) -> dict[str, str]:
-    """Return the variables by which pyarrow and boto3 use the server at this port."""
+    """Return environment variables that point pyarrow and boto3 to the server at this port."""
     return {
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,

@@ -1,4 +1,4 @@
-"""Draws values at random from a JSON schema, draft 7."""
+"""Random values from a JSON schema (draft 7)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Schema = dict[str, Any]
 
 
 def draw(schema: Schema, definitions: Schema, rng: Random, extreme: bool = False) -> Any:
-    """Return a value that is valid by a schema.
+    """Return a random value that is valid under a schema.
 
     Args:
-        schema: What the value is; `$ref` refers to the definitions.
+        schema: Schema of the value; `$ref` refers to `definitions`.
         definitions: Name -> schema.
-        rng: Where the choices come from.
-        extreme: Take the smallest and largest numbers, and else those that a small run can have.
+        rng: Random number generator.
+        extreme: Draw only the smallest and largest numbers, instead of numbers for a small run.
     """
     if "$ref" in schema:
         schema = definitions[schema["$ref"].rpartition("/")[2]]

@@ -1,4 +1,4 @@
-"""Small finished runs to serve, their bundles, and their test images as encoded files."""
+"""Small finished runs for serving tests, with their bundles and encoded test images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ THREE = ("two", "three")
 
 @dataclass(frozen=True)
 class Finished:
-    """A run of which every stage has its result, and the bundle of all its tasks."""
+    """A run with the results of all stages, and the bundle of all its tasks."""
 
     run: Run
     bundle: Bundle
@@ -35,7 +35,7 @@ class Finished:
         return [task.name for task in self.bundle.tasks]
 
     def images(self, name: str) -> tuple[list[bytes], list[str]]:
-        """Return the test images of a task, encoded as in the shards, and their classes' names."""
+        """Return the test images of a task, encoded as in the shards, and their class names."""
         task = self.bundle.task(name)
         rows = select(self.run.lab.store.root, (task,), "test", 0.1)
         data = [rows.read_bytes(row) for row in range(len(rows))]
@@ -53,9 +53,9 @@ class Finished:
 def finished(
     lab: Lab, method: str, scenario: str = "", settings: dict[str, Any] | None = None, **train: Any
 ) -> Finished:
-    """Run two tasks under a method, with every evaluation.
+    """Train and evaluate two tasks with a method.
 
-    scenario: `task` or `class`, by default one that the method has. train: settings of training.
+    scenario: `task` or `class`; by default, one that the method supports. train: training settings.
     """
     rest: dict[str, Any] = {}
     if settings:

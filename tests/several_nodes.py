@@ -1,6 +1,6 @@
 """A Ray cluster of several nodes on this machine.
 
-A node can be killed as when its machine fails: at once, with all its processes.
+A node can be killed with all its processes at once, as if its machine failed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Nodes:
     """A head node without CPUs, and worker nodes with the given numbers of CPUs.
 
     address: host:port of the cluster, for drivers on it. client: the ray:// address, for drivers
-    elsewhere. client_port: where Ray's client server listens; 0 starts none. dashboard_port: where
-    jobs are submitted; 0 starts no dashboard.
+    elsewhere. client_port: port of Ray's client server (0: not started). dashboard_port: port for
+    job submission (0: no dashboard).
     """
 
     def __init__(self, cpus: list[int], client_port: int = 0, dashboard_port: int = 0) -> None:
         from pipeline.launch.cluster import ENVIRONMENT
 
-        # directly in /tmp: paths of sockets must be short
+        # directly in /tmp, because socket paths must be short
         self.folder = tempfile.TemporaryDirectory(prefix="acc", dir="/tmp")
         os.environ |= {**ENVIRONMENT, "RAY_TMPDIR": self.folder.name}
         from ray._private.authentication.authentication_token_setup import (
@@ -36,12 +36,12 @@ class Nodes:
         )
         from ray.cluster_utils import Cluster
 
-        ensure_token_if_auth_enabled()  # `ray.init` makes one where the home has none, this not
+        ensure_token_if_auth_enabled()  # `Cluster` creates no token, unlike `ray.init`
         head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False, **SMALL}
         if client_port:
             head["ray_client_server_port"] = client_port
-        # Jobs go through the head's agent. Port 0 lets it choose a free port: the default one
-        # may be in use by another Ray on this machine.
+        # Jobs go through the head's agent. Port 0 lets it choose a free port, because another
+        # Ray on this machine may use the default port.
         if dashboard_port:
             head |= {
                 "include_dashboard": True,
@@ -55,10 +55,10 @@ class Nodes:
         self.nodes: list[Any] = [self.add(count) for count in cpus]
 
     def add(self, cpus: int) -> Any:
-        """Start a node that unpacks our code into a folder of its own.
+        """Start a node that unpacks our code into its own folder.
 
-        The first worker of a node makes it delete that folder and unpack the code again. If all
-        nodes shared one folder, that would take the code away from the workers of the others.
+        The first worker of a node makes the node delete that folder and unpack the code again. With
+        a shared folder, the workers of the other nodes would lose their code.
         """
         self.num_added += 1
         folder = f"runtime_resources_{self.num_added}"
@@ -77,7 +77,7 @@ class Nodes:
         return processes
 
     def nodes_running(self, text: str) -> list[Any]:
-        """Return the nodes with a process whose command line contains `text`."""
+        """Return the nodes that have a process with `text` in its command line."""
         nodes = []
         for node in self.cluster.worker_nodes:
             with contextlib.suppress(psutil.NoSuchProcess, KeyError):
@@ -86,7 +86,7 @@ class Nodes:
         return nodes
 
     def busiest_node(self, text: str, seconds: float = 1) -> Any:
-        """Return the node whose processes with `text` in their titles use the CPU most."""
+        """Return the node whose processes with `text` in the command line use the most CPU time."""
         nodes = self.nodes_running(text)
         before = [self.cpu_seconds(node, text) for node in nodes]
         time.sleep(seconds)
@@ -97,7 +97,7 @@ class Nodes:
         return nodes[used.index(max(used))]
 
     def cpu_seconds(self, node: Any, text: str) -> float:
-        """Return the CPU time of the processes of a node with `text` in their titles."""
+        """Return the CPU time of a node's processes with `text` in the command line."""
         total = 0.0
         for process in self.processes(node):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -107,7 +107,7 @@ class Nodes:
         return total
 
     def kill(self, node: Any) -> None:
-        """Kill all processes of a node with SIGKILL, as when its machine fails."""
+        """Kill all processes of a node with SIGKILL, as if its machine failed."""
         processes = self.processes(node)
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -116,7 +116,7 @@ class Nodes:
         self.cluster.worker_nodes.discard(node)
 
     def announce_preemption(self, node: Any, seconds: float = 120) -> None:
-        """Announce a preemption of a node in `seconds`, as a cloud does for spot instances."""
+        """Announce the preemption of a node in `seconds`, like a cloud with spot instances."""
         import ray._raylet
         from ray.core.generated import autoscaler_pb2
 
@@ -130,20 +130,20 @@ class Nodes:
         assert is_accepted, rejection
 
     def close(self) -> None:
-        """Stop the cluster, and delete its folder."""
+        """Stop the cluster and delete its folder."""
         self.cluster.shutdown()
         deadline = time.monotonic() + 20
         while True:
             try:
                 return self.folder.cleanup()
-            except OSError:  # a process that ends has written another file meanwhile
+            except OSError:  # an ending process wrote another file
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
 
 
 def title(process: psutil.Process) -> str:
-    """Return the command line of a process, or "" when the process has ended."""
+    """Return the command line of a process, or "" if the process has ended."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
         return " ".join(process.cmdline())
     return ""
@@ -151,7 +151,7 @@ def title(process: psutil.Process) -> str:
 
 @contextlib.contextmanager
 def nodes_up(cpus: list[int], client_port: int = 0, dashboard_port: int = 0) -> Iterator[Nodes]:
-    """Start a cluster, and stop it at the end; the environment variables are restored."""
+    """Context manager that runs a cluster and restores the environment variables at the end."""
     before = dict(os.environ)
     nodes = Nodes(cpus, client_port, dashboard_port)
     try:
@@ -165,11 +165,11 @@ def nodes_up(cpus: list[int], client_port: int = 0, dashboard_port: int = 0) -> 
 def wait_for(condition: Any, seconds: float, or_end_of: Any = None) -> Any:
     """Call `condition` until its result is true, and return that result.
 
-    Raise AssertionError when this takes longer than `seconds`, or the process `or_end_of` ends.
+    Raises AssertionError after `seconds`, or if the process `or_end_of` ends first.
     """
     deadline = time.monotonic() + seconds
     while not (result := condition()):
-        assert or_end_of is None or or_end_of.is_alive(), "the run ended before"
-        assert time.monotonic() < deadline, "it took too long"
+        assert or_end_of is None or or_end_of.is_alive(), "the run ended first"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.05)
     return result

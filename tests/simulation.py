@@ -1,7 +1,7 @@
-"""A discrete-event simulation of a cluster, around the real graph, walk and queue.
+"""A discrete-event simulation of a cluster with the real graph, walk and queue.
 
 Each node has one worker group. Nothing sleeps and nothing is trained: each stage has a duration
-that was drawn before, and `poll` moves a virtual clock to the next event.
+that is drawn in advance, and `poll` moves a virtual clock to the next event.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.job import StageJob
 
 
 class Span(NamedTuple):
-    """One try of a stage. how: it ended as `done`, `failed`, `final` or `lost`."""
+    """One attempt of a stage. how: its outcome, `done`, `failed`, `final` or `lost`."""
 
     stage: str
     group: int
@@ -35,11 +35,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class FailureModel:
-    """What fails in a simulation.
+    """The failures of a simulation.
 
     life_s: mean seconds until a node dies. away_s: seconds until it is back. failing: share of the
-    tries that raise an error. doomed: stages that fail for good. slow: share of the nodes with half
-    the speed.
+    attempts that raise an error. doomed: stages that fail permanently. slow: share of the nodes
+    that run at half speed.
     """
 
     life_s: float = math.inf
@@ -53,8 +53,8 @@ class FailureModel:
 class Cluster:
     """An executor that simulates a cluster.
 
-    seconds: duration of each stage on a node of full speed, by stage id. A stage that is tried
-    again continues from its last checkpoint.
+    seconds: duration of each stage on a node of full speed, by stage id. A stage that is
+    retried continues from its last checkpoint.
     """
 
     nodes: int
@@ -67,7 +67,7 @@ class Cluster:
         self.rng = random.Random(self.seed)
         self.queue = Queue()
         self.outbox: list[ReadyStage] = []
-        self.driver_events: list[Event] = []  # of stages that run in the driver
+        self.driver_events: list[Event] = []  # events of stages that run in the driver
         self.now = 0.0  # seconds on the virtual clock
         self.serial = itertools.count()  # orders callbacks that are due at the same time
         self.callbacks: list[tuple[float, int, Callable[[], None]]] = []  # a heap, by time
@@ -75,9 +75,9 @@ class Cluster:
         for _ in range(self.nodes):
             is_slow = self.rng.random() < self.failures.slow
             self.speed.append(0.5 if is_slow else 1.0)
-        # how often each node has died: callbacks of an earlier life have no effect
+        # number of deaths of each node; callbacks from before a death have no effect
         self.lives = [0] * self.nodes
-        # group -> stage, when it began, seconds of work that were done before
+        # group -> stage, its start time, seconds of work from earlier attempts
         self.running: dict[int, tuple[Stage, float, float]] = {}
         self.saved: dict[str, float] = {}  # stage -> seconds of work in its checkpoint
         self.spans: list[Span] = []
@@ -85,7 +85,7 @@ class Cluster:
         for node in range(self.nodes):
             self._expect_death(node)
 
-    # ---- what the driver sees --------------------------------------------------------------------
+    # ---- the interface to the driver -------------------------------------------------------------
     def submit(self, stage: Stage, depth: int) -> None:
         """Queue a stage for a worker group; run ingest and report stages in the driver."""
         if isinstance(stage.job, StageJob):
@@ -97,7 +97,7 @@ class Cluster:
             )
 
     def poll(self) -> list[Event]:
-        """Move the clock until there are events, and return them; so the driver never waits."""
+        """Move the clock until there are events, and return them; the driver never waits."""
         while True:
             outbox = self.outbox
             self.outbox = []
@@ -115,7 +115,7 @@ class Cluster:
         """Close the queue."""
         self.queue.close()
 
-    # ---- what happens on the nodes ---------------------------------------------------------------
+    # ---- events on the nodes ---------------------------------------------------------------------
     def _at(self, after_s: float, callback: Callable[[], None]) -> None:
         heapq.heappush(self.callbacks, (self.now + after_s, next(self.serial), callback))
 
@@ -157,7 +157,7 @@ class Cluster:
         if how != "done":
             event = Event(EventKind.FAILED, stage.id, "it broke", final=how == "final")
         self.queue.post(group, event)
-        # a worker asks at once, before the driver has read that the stage ended
+        # a worker asks at once, before the driver reads that the stage has ended
         if not self._ask(group):
             self.idle.append(group)
 
@@ -195,13 +195,14 @@ class Cluster:
             self.idle.append(node)
 
 
-# ---- graphs and what they take -------------------------------------------------------------------
+# ---- graphs and durations ------------------------------------------------------------------------
 def graph(
     folder: Path, tasks: int, stars: int, chains: int, in_steps: int
 ) -> tuple[Store, Graph, Any]:
-    """Return the store, the graph and the config of a stream of `tasks` under many methods.
+    """Return the store, the graph and the config of a stream of tasks with many methods.
 
-    stars, chains: how many methods of this form; in_steps: chains with three steps per task.
+    tasks: number of tasks. stars, chains: number of methods of this form. in_steps: number of
+    chains with three steps per task.
     """
     card = stream.draw_images(folder, 2 * tasks, train=1, test=1, sides=(16,))
     kinds = ["linear"] * stars + ["finetune"] * chains + ["packnet"] * in_steps
@@ -221,9 +222,10 @@ def graph(
 
 
 def draw_durations(graph: Graph, seed: int, stragglers: float = 0.01) -> dict[str, float]:
-    """Return the seconds of each stage, by id.
+    """Return the seconds of each stage, by stage id.
 
-    Training takes 20 to 200, and five times that for a straggler; an evaluation takes a quarter.
+    Training takes 20 to 200 s, or five times as long for a straggler. An evaluation takes a quarter
+    of that, and a stage without a method takes 5 s.
     """
     rng = random.Random(seed)
     seconds = {}
@@ -241,7 +243,8 @@ def draw_durations(graph: Graph, seed: int, stragglers: float = 0.01) -> dict[st
 def makespan_bound(graph: Graph, seconds: dict[str, float], nodes: int) -> float:
     """Return a lower bound of the makespan in seconds.
 
-    It is the longer of the longest path through the graph, and all work divided among the nodes.
+    It is the longest path through the graph, or all work divided by the number of nodes if that is
+    longer.
     """
     end: dict[str, float] = {}
     for stage in graph:

@@ -1,4 +1,4 @@
-"""Slurm on this machine: a controller and two nodes, of Debian's slurmctld and slurmd."""
+"""Run Slurm on this machine: a controller and two nodes, with Debian's slurmctld and slurmd."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PartitionName=all Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
 
 
 def why_missing() -> str:
-    """Return why Slurm cannot be run on this machine; empty where it can."""
+    """Return why Slurm cannot be run on this machine; empty if it can."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} missing: install slurmctld, slurmd and slurm-client"
@@ -58,9 +58,11 @@ def why_missing() -> str:
 
 @dataclass
 class Slurm:
-    """A controller and two nodes of four CPUs. folder: of its files, and where jobs are submitted.
+    """A controller and two nodes of four CPUs.
 
-    nodes: process of the daemon of each node, by name.
+    Attributes:
+        folder: Folder of the files of Slurm. Jobs are submitted in it.
+        nodes: Node name -> process of its daemon.
     """
 
     folder: Path
@@ -68,7 +70,7 @@ class Slurm:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables by which its programs, and the jobs, find what they need."""
+        """Environment variables of Slurm's programs and of jobs."""
         python = Path(sys.executable)
         return os.environ | {
             "SLURM_CONF": str(self.folder / "slurm.conf"),
@@ -78,7 +80,7 @@ class Slurm:
         }
 
     def call(self, *command: str) -> str:
-        """Run a program, and return what it printed."""
+        """Run a program, and return its output."""
         done = subprocess.run(
             command,
             cwd=self.folder,
@@ -92,7 +94,7 @@ class Slurm:
         return done.stdout
 
     def submit(self, *words: str) -> str:
-        """Submit a job by the words behind `sbatch`, and return its id."""
+        """Submit a job with these arguments of `sbatch`, and return its id."""
         return self.call("sbatch", "--parsable", *words).strip()
 
     def states(self, job: str) -> set[str]:
@@ -100,7 +102,7 @@ class Slurm:
         return set(re.findall(r"JobState=(\w+)", self.call("scontrol", "-o", "show", "job", job)))
 
     def wait(self, job: str, state: str, seconds: float = 400) -> None:
-        """Wait until a job is in a state. Raise AssertionError when it ends in another one."""
+        """Wait until a job is in a state. Raise AssertionError if it ends in another state."""
         deadline = time.monotonic() + seconds
         while (states := self.states(job)) != {state}:
             assert time.monotonic() < deadline, (states, self.logs())
@@ -108,14 +110,14 @@ class Slurm:
             time.sleep(0.5)
 
     def wait_for_restart(self, job: str, seconds: float = 120) -> None:
-        """Wait until a job was put back into the queue: it may be there for a second alone."""
+        """Wait until a job was requeued. It may stay in the queue for only a second."""
         deadline = time.monotonic() + seconds
         while " Restarts=1 " not in self.call("scontrol", "-o", "show", "job", job):
             assert time.monotonic() < deadline, self.logs()
             time.sleep(0.5)
 
     def logs(self) -> str:
-        """Return what all jobs have printed so far, and what Ray printed in those that failed."""
+        """Return the output of all jobs so far, and the output of Ray in failed jobs."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
 
@@ -132,7 +134,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def slurm_up(folder: Path) -> Iterator[Slurm]:
-    """Start Slurm, and end it with all of its jobs."""
+    """Start Slurm. At the end, stop Slurm and all of its jobs."""
     slurm = Slurm(folder)
     host = socket.gethostname().partition(".")[0]
     (folder / "state").mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""Runs of a few seconds on handwritten digits.
+"""Helpers for runs of a few seconds on handwritten digits.
 
-Here are their cards and configs, the command line in processes of its own, and the results that
-must be equal after an interruption.
+They make cards and configs, run the command line in separate processes, and collect the results
+that must be equal after an interruption.
 """
 
 from __future__ import annotations
@@ -92,11 +92,10 @@ def make_body(
     scenario: str = "task",
     **changes: Any,
 ) -> dict[str, Any]:
-    """Return a config as plain values: a task per card, two epochs, in this process.
+    """Return a config as plain values: one task per card, two epochs, stages in the driver process.
 
-    The task `base` trains the backbone. methods: labels, or their settings by label. changes:
-    sections of the config; a mapping is merged into the section, but `methods` and `stream` are
-    replaced.
+    The task `base` trains the backbone. methods: labels, or settings by label. changes: new values
+    of config sections; mappings are merged into a section, but `methods` and `stream` are replaced.
     """
     tasks = []
     for name, card in cards.items():
@@ -135,7 +134,7 @@ def write_config(path: Path, body: Mapping[str, Any]) -> str:
 def processes() -> Any:
     """Return a context that forks processes from a server with all heavy imports done.
 
-    They start at once.
+    Such processes start quickly.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -143,7 +142,7 @@ def processes() -> Any:
 
 
 def start_server() -> None:
-    """Start the server of `processes` now: it keeps the environment that it starts with."""
+    """Start the server of `processes` now, because it keeps its initial environment."""
     processes()
     forkserver.ensure_running()
 
@@ -158,10 +157,10 @@ def start(
 ) -> Any:
     """Start `python -m pipeline ARGV` in a new process, and return it (see `processes`).
 
-    Its output goes to the file `out`. Its report has no pictures, which take longer than all the
-    rest. kill_before: the process sends itself the signal `by` before its n-th system call that
-    makes something durable; 0 for never. within: the id of a stage; only calls while this process
-    runs that stage are counted. temporary: folder of its temporary files.
+    Its output goes to the file `out`. Its report has no pictures, because they take longer than the
+    rest of the run. kill_before: the process sends itself the signal `by` before durable system
+    call number `kill_before` (0: never; see `kill_before_call`). within: a stage id; only calls
+    during this stage are counted. temporary: the folder for temporary files.
     """
     arguments = (argv, str(out), kill_before, by, within, temporary)
     process = processes().Process(target=main_into, args=arguments)
@@ -172,7 +171,7 @@ def start(
 def main_into(
     argv: list[str], out: str, kill_before: int, by: int, within: str, temporary: str = ""
 ) -> None:
-    """Run the command line in this process with its output in the file `out`, and exit."""
+    """Run the command line in this process, write its output to the file `out`, and exit."""
     import torch
 
     from pipeline import cli
@@ -181,8 +180,8 @@ def main_into(
     torch.set_num_threads(1)
     if temporary:
         os.environ["TMPDIR"] = temporary
-        tempfile.tempdir = None  # forget the folder that was found before
-    # a shell ignores it for what it starts in the background
+        tempfile.tempdir = None  # discard the cached folder
+    # a shell lets background processes ignore SIGINT; restore the default
     signal.signal(signal.SIGINT, signal.default_int_handler)
     page.build_run_report = lambda *_: {"report.html": b"a page"}
     if kill_before:
@@ -201,10 +200,10 @@ def main_into(
 
 
 def kill_before_call(calls: int, by: int, within: str) -> None:
-    """Patch `os` so that this process gets the signal `by` before a system call.
+    """Patch `os` so that this process gets the signal `by` before durable system call `calls`.
 
-    That is its `calls`-th fsync, rename, link or deletion of a file; with `within`, only calls
-    during that stage count.
+    Durable calls are fsync, rename, link and unlink. With `within`, only calls during that stage
+    count.
     """
     from pipeline.launch import local
 
@@ -235,9 +234,10 @@ def kill_before_call(calls: int, by: int, within: str) -> None:
 
 
 def run(argv: list[str], out: Path, timeout: float = 900, temporary: str = "") -> str:
-    """Run a command to its end in a new process, and return its output.
+    """Run a command in a new process until it ends, and return its output.
 
-    Raise AssertionError when its exit code is not 0.
+    Raises:
+        AssertionError: if its exit code is not 0.
     """
     process = start(argv, out, temporary=temporary)
     process.join(timeout)
@@ -246,11 +246,11 @@ def run(argv: list[str], out: Path, timeout: float = 900, temporary: str = "") -
     return output
 
 
-# ---- what must be equal --------------------------------------------------------------------------
+# ---- results that must be equal ------------------------------------------------------------------
 def manifests(storage: Path | str, name: str = "small") -> dict[str, dict[str, Any]]:
-    """Return the manifest of each stage of a run that has a published result, by stage id.
+    """Return the manifests of the stages of a run that have a published result, by stage id.
 
-    They are read without the code under test.
+    The code under test is not used to read them.
     """
     record = json.loads((Path(storage) / "runs" / name / "run.json").read_text())
     manifest_by_stage = {}
@@ -264,8 +264,9 @@ def manifests(storage: Path | str, name: str = "small") -> dict[str, dict[str, A
 def results(storage: Path | str, name: str = "small") -> dict[str, Any]:
     """Return, by stage id, the results that interruptions must not change.
 
-    These are counts and digests of logits of evaluations; digests of states, shards and index; the
-    history without its seconds. The report is left out: it is made of these.
+    These are the counts and logit digests of evaluations, the digests of states, shards and
+    indexes, and the history without its seconds. The report is left out, because it is made from
+    these.
     """
     values_by_stage = {}
     for stage_id, manifest in manifests(storage, name).items():
@@ -285,7 +286,7 @@ def results(storage: Path | str, name: str = "small") -> dict[str, Any]:
 
 
 def attempts(storage: Path | str, name: str = "small") -> dict[str, str]:
-    """Return the published attempt of each stage, by stage id: another one after a new run."""
+    """Return the published attempt of each stage, by stage id; a new run has another one."""
     return {
         stage_id: manifest["attempt"] for stage_id, manifest in manifests(storage, name).items()
     }

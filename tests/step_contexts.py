@@ -10,7 +10,7 @@ from workers.storage.taskstate import Carried
 
 
 def feed_data(feed: Any, has_validation: bool = False) -> StepData:
-    """Return data whose feed is `feed` for every split."""
+    """Return data that uses `feed` for every split."""
     return StepData(lambda split, training: feed, has_validation=has_validation)
 
 

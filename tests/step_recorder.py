@@ -1,8 +1,8 @@
-"""A stand-in for CUDA graphs on the CPU: record the operators of a step, and run them again.
+"""A stand-in for CUDA graphs on the CPU: record the operators of a step, and replay them.
 
-Like a graph, it repeats operators on the memory of the step in which they were recorded, and runs
-no Python code of the step. Recording computes nothing that lasts: afterwards all written memory is
-as before, and all new tensors are NaN or the largest integer.
+Like a CUDA graph, it replays operators on the memory of the recorded step, without the Python code
+of the step. Recording has no lasting effect: afterwards, all written memory is restored, and all
+new tensors contain NaN or the largest integer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OperatorRecorder(DispatchMode):
 
     Attributes:
         calls: (operator, args, kwargs, result) of each call.
-        before: Memory that existed before and was written: id -> (tensor, copy of its values).
+        before: (tensor, copy of its values) from before each write to a tensor.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class OperatorRecorder(DispatchMode):
 
 
 def list_written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the arguments that an operator writes."""
+    """Return the arguments that an operator writes to."""
     written: list[Any] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
@@ -73,7 +73,7 @@ class StepRecorder:
     """A `workers.capture.Backend` for the CPU.
 
     Attributes:
-        replays: Number of steps that were repeated, over all instances.
+        replays: Number of replayed steps, over all instances.
     """
 
     replays = 0

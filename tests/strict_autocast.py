@@ -1,7 +1,7 @@
-"""Autocast on the simulated device: it casts the operations that CUDA's autocast casts.
+"""Autocast on the simulated device: it casts the same operations as CUDA's autocast.
 
-The lists are read from PyTorch's header `ATen/autocast_mode.h`, from which its kernels for CUDA are
-made. One thing differs: a weight is cast at each use, and CUDA keeps the copy of a weight until the
+The lists are read from PyTorch's header `ATen/autocast_mode.h`, from which the CUDA kernels are
+made. One difference: here a weight is cast at each use; CUDA caches the cast weight until the
 context ends.
 """
 
@@ -19,17 +19,17 @@ KEY = "AutocastPrivateUse1"
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 MACRO = re.compile(r"#define AT_FORALL_(\w+)\(_\)((?:.*\\\n)+.*\n)")
 ENTRY = re.compile(r"_\((\w+)(?:, (\w+))?\)")
-NORMS = ["norm.Scalar", "norm.ScalarOpt_dim"]  # which the header writes in another way
+NORMS = ["norm.Scalar", "norm.ScalarOpt_dim"]  # the header writes these in another way
 REFUSED = "binary_cross_entropy"
 EXCLUDED = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEY))
 Choose = Callable[[list[Tensor]], torch.dtype | None]
 
 
 def read_lists() -> dict[str, list[str]]:
-    """Return the names of the operations that CUDA casts, by the name of their list.
+    """Return list name -> names of the operations that CUDA casts.
 
-    LOWER_PRECISION_FP: to bfloat16. FP32 and FP32_SET_OPT_DTYPE: to float32; the latter not if the
-    caller gives a dtype. PROMOTE: to the widest type among the arguments.
+    LOWER_PRECISION_FP casts to bfloat16; FP32 and FP32_SET_OPT_DTYPE to float32, the latter only if
+    the caller gives no dtype; PROMOTE to the widest type among the arguments.
     """
     lists = {}
     for name, body in MACRO.findall(HEADER.read_text()):
@@ -54,9 +54,9 @@ def make_kernel(name: str, device: str, choose: Choose) -> Callable[..., Any]:
     """Return the kernel of an operation under autocast.
 
     Args:
-        name: of the operation, with its overload.
-        device: type of the device.
-        choose: the tensors that may be cast -> their type; None: they stay as they are.
+        name: Name of the operation, with its overload.
+        device: Type of the device.
+        choose: Maps the tensors that may be cast to their new dtype; None leaves them unchanged.
     """
     packet, _, overload = name.partition(".")
     operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -78,7 +78,7 @@ def make_kernel(name: str, device: str, choose: Choose) -> Callable[..., Any]:
 
 
 def find_cast(values: Any, device: str) -> Iterator[Tensor]:
-    """Yield the tensors that may be cast among arguments, also in lists."""
+    """Yield the arguments that autocast may cast, including those in lists."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from find_cast(value, device)
@@ -87,7 +87,7 @@ def find_cast(values: Any, device: str) -> Iterator[Tensor]:
 
 
 def refuse(*args: Any, **kwargs: Any) -> Any:
-    """Raise the error of CUDA for a loss that is unsafe in low precision."""
+    """Raise CUDA's error for a loss that is unsafe in low precision."""
     raise RuntimeError(
         f"torch.nn.functional.{REFUSED} and torch.nn.BCELoss are unsafe to autocast; use "
         f"{REFUSED}_with_logits"
@@ -95,10 +95,10 @@ def refuse(*args: Any, **kwargs: Any) -> Any:
 
 
 def register(device: str) -> list[torch.library.Library]:
-    """Register CUDA's autocast for the device type of PrivateUse1.
+    """Register CUDA's autocast rules for the PrivateUse1 device type.
 
     Returns:
-        The libraries. An operation is registered as long as its library exists.
+        The libraries. The registration lasts as long as they exist.
     """
 
     def choose_lower(tensors: list[Tensor]) -> torch.dtype:

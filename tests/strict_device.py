@@ -1,21 +1,21 @@
-"""A simulated accelerator that finds device mistakes on a machine without a GPU.
+"""A simulated accelerator that finds device errors on a machine without a GPU.
 
-Its tensors hold their values on the host, but report the device `strict`. Mistakes that only a GPU
-would reveal raise an error: an operation on tensors of two devices, a generator of another device,
-`.numpy()`, a write from the host. What would slow down a GPU is counted (`Counts`). Results are
-those of the CPU's kernels.
+Tensors store their values on the host, but report the device `strict`. Errors that otherwise only a
+GPU would reveal are raised: an operation on tensors of two devices, a generator of another device,
+`.numpy()`, a write from the host. Operations that slow down a GPU are counted (`Counts`). The
+results are those of CPU kernels.
 
-Streams and events are simulated: a tensor that another stream may still write, and memory that is
-freed before another stream is done with it, raise an error. A device without an index is refused.
+Streams and events are simulated. It is an error to use a tensor that another stream may still
+write, or to free memory that another stream may still use. A device without an index is refused.
 
-Autocast casts the operations that it casts on CUDA (`tests/strict_autocast.py`).
+Autocast casts the same operations as on CUDA (`tests/strict_autocast.py`).
 
-It does not see: speed; rounding and the order of sums of a GPU's kernels; memory that runs out;
-host memory that changes while it is copied; collectives; `torch.compile`; several devices.
+Not simulated: speed; rounding and summation order of GPU kernels; out-of-memory errors; host memory
+that changes while it is copied; collectives; `torch.compile`; several devices.
 
-The device is PyTorch's `PrivateUse1`, and this module alone implements its operations. Registering
-it changes the process for good, and must come before the first backward pass. So use it in a
-process that does nothing else.
+The device is PyTorch's `PrivateUse1`, and only this module implements its operations. Registration
+changes the process permanently, and must happen before the first backward pass. Therefore use the
+device in a separate process.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ INDEXED = {
     aten._index_put_impl_.default,
     aten._unsafe_index.Tensor,
 }
-# The size or the value of what they return is known to the host only when the device has computed
-# it.
+# The host waits for the device after these operations: it needs the size or value of the result.
 READS = {
     aten._local_scalar_dense.default,
     aten.equal.default,
@@ -63,7 +62,7 @@ READS = {
 CONCERNED = {
     "device",
     "generator",
-}  # arguments that make an operation one of the device without a tensor of it
+}  # arguments that place an operation on the device without a device tensor
 TAKES_HOST_SCALARS = {
     aten.fill_.Tensor,
     aten.masked_fill.Tensor,
@@ -75,11 +74,11 @@ TAKES_HOST_SCALARS = {
 
 @dataclass(frozen=True)
 class Counts:
-    """What the device did.
+    """Counts of device operations.
 
-    ops: kernels launched, without views and copies. copies: from pageable host memory, for which
-    the host waits. reads: values that the host reads, for which it waits for the device. uploads:
-    copies from host memory, pageable or pinned.
+    ops: kernels launched, without views and copies. copies: copies from pageable host memory (the
+    host waits). reads: values that the host reads (it waits for the device). uploads: copies from
+    host memory, pageable or pinned.
     """
 
     ops: int = 0
@@ -99,8 +98,8 @@ class DeviceError(RuntimeError):
 class StrictTensor(torch.Tensor):
     """A tensor on the device; `values` are its numbers on the host."""
 
-    values: Tensor  # type: ignore[assignment]  # a function of sparse tensors
-    block: Block  # of memory, which views share
+    values: Tensor  # type: ignore[assignment]  # a method of sparse tensors in torch.Tensor
+    block: Block  # memory, shared by views
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -118,7 +117,7 @@ class StrictTensor(torch.Tensor):
         return wrapper
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without a class
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `cls`
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return current().execute(func, args, kwargs or {})
@@ -175,10 +174,10 @@ class StrictTensor(torch.Tensor):
 
 
 class Stream(torch.Stream):
-    """A queue of operations. What another stream has written may be used after `wait_event` alone.
+    """A queue of operations. Data written on another stream may be used only after `wait_event`.
 
-    time: number of operations that were launched. seen: by stream, the time up to which this one
-    has waited for it.
+    time: number of launched operations. seen: for each stream, the time up to which this stream has
+    waited for it.
     """
 
     def __new__(cls, device: Any = None) -> Any:
@@ -205,7 +204,7 @@ class Stream(torch.Stream):
 
 
 class CurrentStream(threading.local):
-    """The stream of each thread: the default one, which all threads share, unless it is changed."""
+    """The current stream of each thread. None: the default stream, shared by all threads."""
 
     stream: Stream | None = None
 
@@ -213,9 +212,9 @@ class CurrentStream(threading.local):
 class Block:
     """The memory of a tensor and its views.
 
-    stream: on which it was allocated, and which uses its memory again after it is freed. written:
-    the stream that wrote it last, and when. used: by other stream, when it was used last there.
-    recorded: streams that `record_stream` has named. errors: what was found when it was freed.
+    stream: the stream of the allocation, which reuses the memory after it is freed. written: stream
+    and time of the last write. used: time of the last use on each other stream. recorded: streams
+    passed to `record_stream`. errors: list for errors found when the memory is freed.
     """
 
     def __init__(self, stream: Stream, errors: list[str]) -> None:
@@ -226,7 +225,7 @@ class Block:
         self.recorded: set[Any] = set()
 
     def use(self, func: Any) -> None:
-        """Note a use by the current stream. Raise DeviceError if it may not use this memory."""
+        """Record a use by the current stream. Raise DeviceError if it may not use this memory."""
         stream = current_stream()
         writer, time = self.written
         if writer is not stream and stream.seen.get(writer, 0) < time:
@@ -246,10 +245,10 @@ class Block:
 
 
 class Generator(torch._C.Generator):
-    """`torch.Generator` that may be made for the device; its numbers are those of the CPU's."""
+    """`torch.Generator` that accepts the strict device and draws the numbers of a CPU generator."""
 
-    _cdata: int  # its address
-    # by address: an operation gets another Python object of the same generator
+    _cdata: int  # address of the generator
+    # keyed by address: operations receive a different Python object of the same generator
     by_address: ClassVar[dict[int, torch.device]] = {}
 
     def __new__(cls, device: Any = CPU) -> Any:
@@ -267,23 +266,23 @@ class Generator(torch._C.Generator):
 
 
 class StrictDevice(TorchDispatchMode):
-    """Executes every operation that touches the device, and counts. Use `strict_device()`."""
+    """Executes and counts all operations that involve the device. Use `strict_device()`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = Counts()
         self.lock = threading.Lock()
         self.pinned: set[int] = set()
-        self.errors: list[str] = []  # of streams
+        self.errors: list[str] = []  # stream errors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if StrictTensor not in types and not kwargs.keys() & CONCERNED and func not in PINNING:
-            return func(*args, **kwargs)  # the host's own
+            return func(*args, **kwargs)  # host operation
         return self.execute(func, args, kwargs)
 
     def add(self, **changes: int) -> None:
-        """Increase the counts of these names."""
+        """Increase the named counts."""
         with self.lock:
             self.counts = replace(
                 self.counts,
@@ -291,9 +290,9 @@ class StrictDevice(TorchDispatchMode):
             )
 
     def execute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Execute one operation as it reaches the dispatcher, and return its result.
+        """Execute one operation of the dispatcher, and return its result.
 
-        It runs on the device when any of its tensors, or its result, is on the device.
+        It runs on the device if any of its tensors or its result is on the device.
         """
         if func in PINNING:
             return PINNING[func](self, args[0])
@@ -338,7 +337,7 @@ class StrictDevice(TorchDispatchMode):
         device_tensors: list[StrictTensor],
         result: Any,
     ) -> None:
-        """Note on the current stream which blocks of memory an operation has written."""
+        """Record the memory blocks that an operation wrote on the current stream."""
         results = [t for t in tensors_in((result,)) if isinstance(t, StrictTensor)]
         if func.is_view:
             for view in results:
@@ -352,7 +351,7 @@ class StrictDevice(TorchDispatchMode):
             if isinstance(tensor, StrictTensor):
                 tensor.block.written = (stream, stream.time)
 
-    # ---- what is refused -------------------------------------------------------------------------
+    # ---- device checks ---------------------------------------------------------------------------
     def check_devices(
         self,
         func: Any,
@@ -361,7 +360,7 @@ class StrictDevice(TorchDispatchMode):
         tensors: list[Tensor],
         device_tensors: list[StrictTensor],
     ) -> None:
-        """Raise DeviceError when tensors of both devices meet and CUDA would refuse them."""
+        """Raise DeviceError if CUDA would refuse the mix of host and device tensors."""
         strangers = [t for t in tensors if not isinstance(t, StrictTensor)]
         if not strangers or not device_tensors:
             return
@@ -386,7 +385,7 @@ class StrictDevice(TorchDispatchMode):
             f"{device} and cpu! (in {func})"
         )
 
-    # ---- what is counted -------------------------------------------------------------------------
+    # ---- counts ----------------------------------------------------------------------------------
     def count_copy(self, tensors: list[Tensor], kwargs: dict[str, Any]) -> None:
         """Count a copy: `_to_copy(source, device=)` or `copy_(target, source)`."""
         source = tensors[-1]
@@ -401,13 +400,13 @@ class StrictDevice(TorchDispatchMode):
             self.add(uploads=1, copies=int(not self.is_pinned(source)))
 
     def count_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Count a kernel, and a read when the host has to wait for its result."""
+        """Count a kernel, and a read if the host waits for its result."""
         if not func.is_view:
             self.add(ops=1, reads=int(waits(func, args, kwargs)))
 
     # ---- pinned memory ---------------------------------------------------------------------------
     def pin(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a host tensor that counts as pinned."""
+        """Return a copy of a host tensor that is treated as pinned."""
         if isinstance(tensor, StrictTensor):
             raise DeviceError(
                 "cannot pin a tensor that is on the device, only dense CPU tensors can be pinned"
@@ -432,7 +431,7 @@ PINNING = {
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments of an operation, also those in lists."""
+    """Yield the tensors among the arguments of an operation, including those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -441,7 +440,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def mapped(fn: Any, value: Any) -> Any:
-    """Return `value` with `fn` applied to each tensor in it, also in lists and tuples."""
+    """Apply `fn` to each tensor in `value`, including those in lists and tuples."""
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, (list, tuple)):
@@ -450,7 +449,7 @@ def mapped(fn: Any, value: Any) -> Any:
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """Return the host values of a tensor of any device."""
+    """Return the host values of a tensor on any device."""
     return tensor.values if isinstance(tensor, StrictTensor) else tensor
 
 
@@ -470,13 +469,13 @@ def waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     masks = [
         t for t in args[1] if isinstance(t, StrictTensor) and t.dtype in (torch.bool, torch.uint8)
     ]
-    # index_put of one value under one mask is masked_fill
+    # index_put of one value with one mask runs as masked_fill
     filled = len(args) > 2 and len(args[1]) == 1 and args[2].numel() == 1
     return bool(masks) and not filled
 
 
 def check_generator(func: Any, kwargs: dict[str, Any], device: torch.device) -> None:
-    """Raise DeviceError when an operation on `device` is given a generator of another device."""
+    """Raise DeviceError if an operation on `device` gets a generator of another device."""
     generator = kwargs.get("generator")
     if generator is None:
         return
@@ -489,9 +488,9 @@ def check_generator(func: Any, kwargs: dict[str, Any], device: torch.device) -> 
 
 
 def become(parameter: Tensor, other: Tensor) -> None:
-    """Give `parameter` the class and contents of `other`; it stays the same Python object.
+    """Give `parameter` the class and contents of `other`, without creating a new Python object.
 
-    So every reference to it stays valid, as after `Module.to` with a real device.
+    All references to the parameter stay valid, as after `Module.to` with a real device.
     """
     for name in ("__class__", "__dict__"):
         parameter_value = getattr(parameter, name)
@@ -502,7 +501,7 @@ def become(parameter: Tensor, other: Tensor) -> None:
 
 
 def apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
-    """Replace `Module._apply`, which `Module.to` uses.
+    """Replacement of `Module._apply`, which `Module.to` uses.
 
     PyTorch's version refuses to swap a tensor that has a weak reference.
     """
@@ -525,7 +524,7 @@ def apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
     return module
 
 
-class Backend:  # its functions have the names of `torch.cuda`
+class Backend:  # function names follow `torch.cuda`
     """The module `torch.strict`, with the functions that PyTorch expects of a backend."""
 
     _is_in_bad_fork = staticmethod(lambda: False)
@@ -535,10 +534,10 @@ class Backend:  # its functions have the names of `torch.cuda`
     manual_seed_all = staticmethod(lambda seed: None)
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
     OutOfMemoryError = torch.OutOfMemoryError
-    fraction = 1.0  # of the memory that this process may allocate
+    fraction = 1.0  # share of the memory that this process may allocate
     free = total = 1 << 40  # bytes
     reserved = allocated = 0
-    emptied = 0  # calls of `empty_cache`
+    emptied = 0  # number of `empty_cache` calls
 
     def get_device_name(self, device: Any) -> str:
         indexed(device)
@@ -594,7 +593,7 @@ class Backend:  # its functions have the names of `torch.cuda`
 
 
 def indexed(device: torch.device) -> torch.device:
-    """Return a device that has an index; raise the error of CUDA's functions for one without."""
+    """Return the device. Raise the ValueError of CUDA functions if it has no index."""
     if device.index is None:
         raise ValueError(
             f"Expected a torch.device with a specified index or an integer, but got:{device}"
@@ -603,23 +602,23 @@ def indexed(device: torch.device) -> torch.device:
 
 
 streams = CurrentStream()
-defaults: list[Stream] = []  # one: the default stream
+defaults: list[Stream] = []  # the default stream, once created
 
 
 def current_stream() -> Stream:
-    """Return the stream of this thread."""
+    """Return the current stream of this thread."""
     if not defaults:
         defaults.append(Stream(torch.device(NAME, 0)))
     return streams.stream or defaults[0]
 
 
-libraries: list[torch.library.Library] = []  # kept alive: a library unregisters when it is freed
+libraries: list[torch.library.Library] = []  # keep references: a freed library unregisters
 
 
 def register() -> None:
     """Register the device in this process.
 
-    Raise RuntimeError when another backend is registered as PrivateUse1.
+    Raises RuntimeError if another backend is registered as PrivateUse1.
     """
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -640,8 +639,8 @@ def current() -> StrictDevice:
 
 @contextlib.contextmanager
 def strict_device() -> Iterator[StrictDevice]:
-    """Allow tensors and modules to be moved to `torch.device("strict")` in this context, and in the
-    threads that are started in it."""
+    """Context manager that allows moving tensors and modules to `torch.device("strict")`, also in
+    threads started inside."""
     register()
     mode = StrictDevice()
     run = threading.Thread.run
@@ -651,7 +650,7 @@ def strict_device() -> Iterator[StrictDevice]:
             run(thread)
 
     active.append(mode)
-    # torch.tensor(data, device=...) is made on the CPU, and copied by an operation
+    # torch.tensor(data, device=...) then creates a CPU tensor and copies it with an operation
     torch._C._set_only_lift_cpu_tensors(True)
     try:
         with (

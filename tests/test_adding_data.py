@@ -1,4 +1,4 @@
-"""`add` takes new classes and images into a run, and trains what follows alone."""
+"""Tests of `add`: it adds classes and images to a run and trains only the stages that change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workers.methods import METHODS
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[GrowingRun, Path]:
-    """A run that is finished, and a copy of its folder as it is then."""
+    """A finished run, and a copy of its folder."""
     from pipeline.report import page
 
     folder = tmp_path_factory.mktemp("growing")
@@ -53,7 +53,7 @@ def tasks_of(run: GrowingRun) -> list[Any]:
 
 
 def computed(run: GrowingRun) -> set[str]:
-    """Stages that the last run computed."""
+    """Return the stages that the last run computed."""
     rows = pipeline.load(run.config).status()
     return {row.id for row in rows.itertuples() if row.state == "done"}
 
@@ -63,7 +63,7 @@ def trained(run: GrowingRun) -> set[str]:
 
 
 def scratch(run: GrowingRun) -> Mapping[str, Any]:
-    """Results of the same config and data in a storage of their own."""
+    """Run the same config and data in an empty storage, and return the results."""
     path = run.folder / "scratch.yaml"
     path.write_text(run.text.replace(str(run.storage), str(run.folder / "scratch")))
     assert cli.main(["run", str(path)]) == 0
@@ -88,7 +88,7 @@ def test_new_classes_become_a_task(run: GrowingRun, capsys: pytest.CaptureFixtur
     assert small_run.results(run.storage) == scratch(run)
 
 
-def test_the_same_command_again_changes_nothing(run: GrowingRun) -> None:
+def test_repeated_add_changes_nothing(run: GrowingRun) -> None:
     for digit in "45":
         run.put(run.raw, digit)
     assert add(run, "raw") == 0
@@ -98,7 +98,7 @@ def test_the_same_command_again_changes_nothing(run: GrowingRun) -> None:
     assert small_run.attempts(run.storage) == attempts
 
 
-def test_data_elsewhere_get_a_card_of_their_own(run: GrowingRun) -> None:
+def test_data_in_another_folder_gets_a_new_card(run: GrowingRun) -> None:
     for digit in "67":
         run.put(run.folder / "more", digit)
     before = run.card.read_text()
@@ -112,7 +112,9 @@ def test_data_elsewhere_get_a_card_of_their_own(run: GrowingRun) -> None:
     assert len(tasks_of(run)) == 3
 
 
-def test_one_class_is_no_task(run: GrowingRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_new_class_is_refused_in_scenario_task(
+    run: GrowingRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     run.put(run.raw, "8")
     before = run.text
     assert add(run, "raw") == 2
@@ -126,7 +128,7 @@ def test_one_class_is_no_task(run: GrowingRun, capsys: pytest.CaptureFixture[str
     assert trained(run) == {"linear/two/train", "ewc/two/train"}
 
 
-def test_one_class_grows_the_output_in_scenario_class(
+def test_single_new_class_becomes_a_task_in_scenario_class(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -138,14 +140,14 @@ def test_one_class_grows_the_output_in_scenario_class(
     assert trained(run) == {"finetune/digits-2/train"}
 
 
-def test_classes_that_follow_from_a_card_are_written_out(
+def test_split_classes_are_written_into_config(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tasks = "    - {card: card.yaml, split: 2, name: part}  # in two"
     run = GrowingRun(tmp_path, tasks=tasks, digits="2357", methods=["linear"])
     assert cli.main(["run", run.config]) == 0
-    for digit in "14":  # sorted between the others
+    for digit in "14":  # sorts between the other classes
         run.put(run.raw, digit)
     assert add(run, "raw") == 0
     assert tasks_of(run) == [
@@ -156,14 +158,14 @@ def test_classes_that_follow_from_a_card_are_written_out(
     assert trained(run) == {"linear/digits-2/train"}
 
 
-def test_a_whole_card_keeps_its_classes(
+def test_task_of_whole_card_keeps_its_classes(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = GrowingRun(tmp_path, tasks="    - card.yaml", methods=["linear"])
     for digit in "45":
         run.put(run.raw, digit)
-    assert add(run, "raw") == 2, "nothing has recorded which classes the task has"
+    assert add(run, "raw") == 2, "the classes of the task are not recorded yet"
     for folder in run.raw.glob("*/[45]"):
         shutil.rmtree(folder)
     assert cli.main(["run", run.config]) == 0
@@ -176,7 +178,7 @@ def test_a_whole_card_keeps_its_classes(
     assert trained(run) == {"linear/digits-1/train"}
 
 
-def test_a_card_that_lists_its_classes_gets_more_behind_them(
+def test_new_classes_are_appended_to_listed_classes_of_card(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -201,7 +203,7 @@ def pipeline_order(run: GrowingRun) -> list[str]:
 
 
 # ---- images --------------------------------------------------------------------------------------
-def test_new_images_in_place_train_their_task(run: GrowingRun) -> None:
+def test_new_images_in_source_retrain_their_task(run: GrowingRun) -> None:
     run.put(run.raw, "3", train=5, test=0, first=40)
     before = run.text
     assert add(run, "raw") == 0
@@ -209,7 +211,7 @@ def test_new_images_in_place_train_their_task(run: GrowingRun) -> None:
     assert trained(run) == {"linear/two/train", "ewc/two/train"}
 
 
-def test_images_elsewhere_are_asked_about(
+def test_images_in_another_folder_require_the_as_option(
     run: GrowingRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for digit in "23":
@@ -229,7 +231,7 @@ def test_images_elsewhere_are_asked_about(
     assert run.card.read_text() == card
 
 
-def test_images_elsewhere_may_be_a_task(run: GrowingRun) -> None:
+def test_images_in_another_folder_can_become_a_task(run: GrowingRun) -> None:
     for digit in "23":
         run.put(run.folder / "june", digit, first=40)
     assert add(run, "june", "--as", "task", "--name", "later") == 0
@@ -237,7 +239,7 @@ def test_images_elsewhere_may_be_a_task(run: GrowingRun) -> None:
     assert trained(run) == {"linear/later/train", "ewc/later/train"}
 
 
-def test_a_new_class_among_images_is_refused(
+def test_new_class_is_refused_with_as_images(
     run: GrowingRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.put(run.folder / "june", "2", first=40)
@@ -249,7 +251,9 @@ def test_a_new_class_among_images_is_refused(
 
 
 @pytest.mark.slow
-def test_classes_elsewhere_join_a_task(run: GrowingRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_classes_in_another_folder_join_an_existing_task(
+    run: GrowingRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     for digit in "67":
         run.put(run.folder / "more", digit)
     before = run.text
@@ -263,14 +267,14 @@ def test_classes_elsewhere_join_a_task(run: GrowingRun, capsys: pytest.CaptureFi
     assert trained(run) == {"linear/two/train", "ewc/two/train"}
 
 
-def test_a_task_elsewhere_may_have_one_new_class(run: GrowingRun) -> None:
+def test_new_task_may_combine_known_classes_with_one_new_class(run: GrowingRun) -> None:
     for digit in "016":
         run.put(run.folder / "more", digit, first=40)
     assert add(run, "more", "--as", "task") == 0
     assert tasks_of(run)[2]["classes"] == ["0", "1", "6"]
 
 
-def test_classes_that_a_run_has_seen_are_named_and_can_be_added(
+def test_ingested_classes_without_task_are_named_and_can_be_added(
     run: GrowingRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.card.write_text(re.sub("num_classes.*", "", run.card.read_text()))
@@ -293,7 +297,7 @@ def test_classes_that_a_run_has_seen_are_named_and_can_be_added(
     ("data", "message"),
     [("raw/trian", "does not exist"), ("raw/june", "which reads no image there")],
 )
-def test_a_folder_in_a_source_that_no_card_reads_is_refused(
+def test_unread_folder_inside_a_source_is_refused(
     run: GrowingRun, data: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.put(run.raw / "june", "4")
@@ -306,7 +310,7 @@ def test_a_folder_in_a_source_that_no_card_reads_is_refused(
 
 
 @pytest.mark.slow
-def test_a_listed_class_that_was_removed_keeps_its_place(
+def test_removed_class_keeps_its_position_in_card(
     run: GrowingRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.card.write_text(run.card.read_text().replace("from_source", "['0', '1', '2', '3']"))
@@ -322,7 +326,7 @@ def test_a_listed_class_that_was_removed_keeps_its_place(
     assert body["num_classes"] == 7
 
 
-def test_a_card_catches_up_after_a_kill(run: GrowingRun) -> None:
+def test_repeated_add_completes_a_card_after_a_kill(run: GrowingRun) -> None:
     run.card.write_text(run.card.read_text().replace("from_source", "['0', '1', '2', '3']"))
     before = run.card.read_text()
     for digit in "45":
@@ -334,7 +338,7 @@ def test_a_card_catches_up_after_a_kill(run: GrowingRun) -> None:
     assert run.card.read_text() == after
 
 
-def test_comments_of_classes_stay(
+def test_add_keeps_comments_in_config_and_card(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -353,7 +357,7 @@ def test_comments_of_classes_stay(
     assert f"classes: {listed}\n  - '4'\n  - '5'\n" in run.card.read_text()
 
 
-def test_a_card_is_written_beside_the_config_that_a_link_leads_to(run: GrowingRun) -> None:
+def test_new_card_is_written_beside_target_of_linked_config(run: GrowingRun) -> None:
     (run.folder / "links").mkdir()
     link = run.folder / "links" / "link.yaml"
     link.symlink_to("../config.yaml")
@@ -365,7 +369,7 @@ def test_a_card_is_written_beside_the_config_that_a_link_leads_to(run: GrowingRu
 
 
 @pytest.mark.slow
-def test_a_run_grows_after_a_removal(run: GrowingRun) -> None:
+def test_add_works_after_removal_of_classes_and_images(run: GrowingRun) -> None:
     run.put(run.raw, "4")
     assert add(run, "raw", "--into", "two") == 0
     assert cli.main(["remove", run.config, "--class", "3", "--yes"]) == 0
@@ -391,7 +395,7 @@ def test_a_folder_that_holds_a_source_is_refused(
     assert run.card.read_text() == before
 
 
-def test_class_names_in_another_unicode_form_are_the_same(run: GrowingRun) -> None:
+def test_class_names_match_across_unicode_forms(run: GrowingRun) -> None:
     for split in ("train", "test"):
         (run.raw / split / "3").rename(run.raw / split / "caf\u00e9")
     Path(run.config).write_text(run.text.replace("'3'", "cafe\u0301"))
@@ -403,7 +407,7 @@ def test_class_names_in_another_unicode_form_are_the_same(run: GrowingRun) -> No
     assert trained(run) == {"linear/two/train", "ewc/two/train"}
 
 
-def test_validation_images_elsewhere_are_read_too(run: GrowingRun) -> None:
+def test_validation_images_in_another_folder_are_read(run: GrowingRun) -> None:
     run.put(run.folder / "june", "2", train=6, test=2, first=40)
     (run.folder / "june" / "train" / "2").joinpath("x").mkdir()
     images = sorted((run.folder / "june" / "train" / "2").glob("*.png"))
@@ -426,8 +430,8 @@ def test_new_classes_without_test_images_are_named(
     assert text in capsys.readouterr().out
 
 
-# ---- what cannot be done -------------------------------------------------------------------------
-def test_a_change_that_cannot_be_used_is_undone(
+# ---- refused changes -----------------------------------------------------------------------------
+def test_invalid_change_of_config_is_undone(
     run: GrowingRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for digit in "45":
@@ -453,7 +457,7 @@ def test_a_change_that_cannot_be_used_is_undone(
         (["raw", "--name", "later"], "has no new class"),
     ],
 )
-def test_bad_words_get_one_sentence(
+def test_invalid_arguments_give_one_line_errors(
     run: GrowingRun, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = run.text
@@ -464,7 +468,7 @@ def test_bad_words_get_one_sentence(
     assert run.text == before
 
 
-def test_a_config_that_extends_another_is_named(
+def test_new_classes_are_refused_if_config_inherits_its_tasks(
     run: GrowingRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child = run.folder / "child.yaml"
@@ -476,7 +480,9 @@ def test_a_config_that_extends_another_is_named(
     for folder in run.raw.glob("*/[45]"):
         shutil.rmtree(folder)
     run.put(run.raw, "3", train=5, test=0, first=40)
-    assert cli.main(["add", str(child), "raw"]) == 0, "new images alone change no file"
+    assert cli.main(["add", str(child), "raw"]) == 0, (
+        "new images alone must not need a change of the config"
+    )
     assert child.read_text() == "extends: config.yaml\n"
     assert TASKS.splitlines()[0] in run.text
 
@@ -494,7 +500,7 @@ def test_a_card_that_pins_its_data_cannot_grow(
     assert "says what must be found" in capsys.readouterr().err
 
 
-def test_the_page_lists_each_method_where_it_belongs() -> None:
+def test_growing_page_lists_each_method_in_its_row() -> None:
     page = Path(__file__).parent.parent / "docs" / "growing.md"
     rows = [
         line
@@ -518,8 +524,8 @@ def test_the_page_lists_each_method_where_it_belongs() -> None:
     assert [star, chain, rehearsal, cumulative] == [*expected.values()]
 
 
-# ---- the model that serves -----------------------------------------------------------------------
-def test_a_model_folder_gets_the_new_task(
+# ---- the served model ----------------------------------------------------------------------------
+def test_model_folder_serves_new_task_after_add(
     run: GrowingRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert add(run, "raw", "--model", "model", "--method", "ewc") == 0
@@ -557,7 +563,9 @@ def test_a_model_that_gets_worse_is_not_published(
     assert pipeline.open_model("model").tasks == ["one", "two", "digits-2"]
 
 
-def test_tasks_of_a_star_are_not_measured(run: GrowingRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publishing_does_not_measure_unchanged_star_tasks(
+    run: GrowingRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pipeline.growing import publishing
 
     def measure(*_: object) -> dict[str, float]:
@@ -571,13 +579,13 @@ def test_tasks_of_a_star_are_not_measured(run: GrowingRun, monkeypatch: pytest.M
     assert pipeline.open_model("model").tasks == ["one", "two", "digits-2"]
 
 
-def test_losses_are_measured_on_the_images_of_now(run: GrowingRun) -> None:
+def test_accuracy_losses_are_measured_on_current_test_images(run: GrowingRun) -> None:
     from pipeline.app import runs as app
     from pipeline.app.prepared import read_run_tables
     from pipeline.growing import publishing
     from pipeline.results.bundles import build_run_bundle
 
-    run.put(run.raw, "0", train=0, test=3, first=40)  # as many right as wrong would hide a mistake
+    run.put(run.raw, "0", train=0, test=3, first=40)  # an accuracy of 0.5 would hide an error
     assert cli.main(["run", run.config]) == 0
     prepared = app.prepare(run.config)
     bundle = build_run_bundle(prepared.graph, prepared.store, "ewc")
@@ -589,7 +597,7 @@ def test_losses_are_measured_on_the_images_of_now(run: GrowingRun) -> None:
     assert publishing.find_losses(bundle, bundle, job) == {}
 
 
-def test_models_with_other_images_are_not_compared(
+def test_models_with_other_preprocessing_are_not_compared(
     run: GrowingRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert add(run, "raw", "--model", "model", "--method", "ewc") == 0
@@ -599,9 +607,7 @@ def test_models_with_other_images_are_not_compared(
 
 
 @pytest.mark.slow
-def test_only_classes_that_stayed_are_compared(
-    run: GrowingRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_common_classes_are_compared(run: GrowingRun, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.growing import publishing
 
     assert add(run, "raw", "--model", "model", "--method", "ewc") == 0

@@ -1,5 +1,5 @@
-"""From `run PATH` to a report in one command, for data that nobody prepared; and one sentence, with
-nothing written, for input that is not a data set."""
+"""Tests of `run PATH` on unprepared data: one command produces a report. Input that is not a data
+set gives a one-sentence error, and nothing is written."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ FORMS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, beside which data can lie."""
+    """An empty working directory. Tests put data next to it."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -91,7 +91,7 @@ def run_to_a_report(make: Callable[[Path], Path], here: Path) -> None:
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize("case", FORMS)
-def test_one_command_leads_to_a_report(case: str, here: Path, quick: None) -> None:
+def test_single_command_produces_a_report(case: str, here: Path, quick: None) -> None:
     run_to_a_report(FORMS[case], here)
 
 
@@ -231,7 +231,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_no_data_is_one_sentence_and_nothing_is_written(
+def test_unusable_data_gives_one_line_error_and_no_files(
     case: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     make, says = BAD[case]
@@ -258,7 +258,7 @@ def test_what_is_no_data_is_one_sentence_and_nothing_is_written(
         ("images.zip", "does not exist"),
     ],
 )
-def test_an_address_that_leads_nowhere_is_one_sentence(
+def test_invalid_source_address_gives_one_line_error(
     path: str, says: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["run", path]) == 2

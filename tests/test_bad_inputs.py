@@ -1,5 +1,5 @@
-"""Every bad config, card, source or state gets one clear sentence and exit code 2; and nothing that
-stood is lost."""
+"""Tests of bad configs, cards, sources and backbones: a one-line error with exit code 2, and no
+loss of existing results."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @dataclass
 class Site:
-    """A finished run and what a test changes of it.
+    """A finished run and the changes of a test.
 
-    folder: of the finished run; body: its config as plain values; test_folder: for bad files.
+    folder: folder of the finished run. body: its config as plain values, which tests change.
+    test_folder: folder for bad files.
     """
 
     folder: Path
@@ -39,7 +40,7 @@ class Site:
     test_folder: Path
 
     def card(self, name: str = "a", **changes: Any) -> None:
-        """Points the last task to a changed copy of a card."""
+        """Use a changed copy of a card for the last task."""
         card = yaml.safe_load((self.folder / "cards" / f"{name}.yaml").read_text())
         self.write_card(yaml.safe_dump({**card, "name": "bad", **changes}))
 
@@ -48,7 +49,7 @@ class Site:
         self.body["stream"]["tasks"][-1]["card"] = str(self.test_folder / "bad.yaml")
 
     def source(self, name: str = "a") -> Path:
-        """A copy of a card's raw data that the last task reads, free to be harmed."""
+        """Copy a card's raw data for the last task; return the folder, which a test may damage."""
         shutil.copytree(self.folder / "raw" / name, self.test_folder / "raw")
         self.card(name, source={"format": "folder", "path": str(self.test_folder / "raw")})
         return self.test_folder / "raw"
@@ -67,8 +68,8 @@ class Site:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A run of two tasks and two methods that went well. Its report is a stub: pictures take longer
-    than all the rest."""
+    """Run two methods on two tasks. The report is a stub, because pictures take longer than
+    everything else."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "build_run_report", lambda *_: {"report.html": b"a page"})
         folder = tmp_path_factory.mktemp("finished")
@@ -79,7 +80,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture
 def site(finished: Site, tmp_path: Path) -> Iterator[Site]:
-    """After each test, everything that stood before still stands, byte for byte."""
+    """Provide a site, and check after the test that all earlier results are unchanged."""
     before = whole(finished.folder / "storage" / "stages")
     record = finished.folder / "storage" / "runs" / "small" / "run.json"
     record_bytes = record.read_bytes()
@@ -98,7 +99,7 @@ def whole(folder: Path) -> dict[str, FileInfo]:
 
 
 def sentence(capfd: pytest.CaptureFixture[str], argv: list[str]) -> str:
-    """Runs a command that must be refused; what it said."""
+    """Run a command that must be refused; return its error."""
     capfd.readouterr()
     code = cli.main(argv)
     out, err = capfd.readouterr()
@@ -110,7 +111,7 @@ def judge(code: int, out: str, err: str) -> str:
     assert "Traceback" not in out + err
     assert len(err.splitlines()) == 1, err
     assert err.startswith("accrete: ")
-    assert len(err) < 900, "a sentence, not a page"
+    assert len(err) < 900, "the error is too long"
     return err
 
 
@@ -377,7 +378,7 @@ def test_a_file_that_is_no_config_is_refused(
         assert words in message
 
 
-def test_an_empty_folder_is_no_config_and_no_data(
+def test_empty_folder_is_refused_as_config_or_data(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     message = sentence(capfd, ["plan", str(site.test_folder)])
@@ -538,7 +539,7 @@ def test_a_bad_card_is_named_with_its_rule_and_remedy(
 
 
 # ---- sources -------------------------------------------------------------------------------------
-def test_a_tar_that_is_cut_short_is_refused(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_truncated_tar_is_refused(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     tar = next((site.folder / "storage" / "stages").glob("*/*/train-*-00000.tar"))
     (site.test_folder / "train.tar").write_bytes(tar.read_bytes()[:5000])
     (site.test_folder / "test.tar").write_bytes(tar.read_bytes())
@@ -549,7 +550,7 @@ def test_a_tar_that_is_cut_short_is_refused(site: Any, capfd: pytest.CaptureFixt
     assert re.search(r"resume with: \S+ -m pipeline run \S+config.yaml", message)
 
 
-def test_too_many_corrupt_images_are_refused_with_some_of_their_names(
+def test_too_many_corrupt_images_are_refused_with_example_names(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for path in (site.source() / "train" / "2").iterdir():
@@ -559,15 +560,15 @@ def test_too_many_corrupt_images_are_refused_with_some_of_their_names(
         assert words in message
 
 
-def test_no_image_at_all_is_refused(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_source_with_only_corrupt_images_is_refused(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     for path in site.source().rglob("*.png"):
         path.write_bytes(b"")
     assert "60 of 60 images are corrupt" in sentence(capfd, ["run", site.config()])
 
 
-def test_validation_that_would_be_empty_is_refused(
-    site: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_empty_validation_split_is_refused(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     raw = site.source()
     for label in "23":
         for path in sorted((raw / "train" / label).iterdir())[1:]:
@@ -575,7 +576,7 @@ def test_validation_that_would_be_empty_is_refused(
     message = sentence(capfd, ["run", site.config()])
     for words in ("task 'b' has no validation images", "data.val_fraction = 0.1", "set it to 0"):
         assert words in message
-    assert cli.main(["ingest", site.config()]) == 0, "what was ingested stands"
+    assert cli.main(["ingest", site.config()]) == 0, "the ingested data are valid"
 
 
 # ---- backbones -----------------------------------------------------------------------------------
@@ -666,11 +667,11 @@ def test_a_bad_backbone_is_refused(case: Any, site: Any, capfd: pytest.CaptureFi
         assert words in message
 
 
-def test_a_backbone_that_is_not_the_one_it_says_is_refused(
+def test_backbone_whose_weights_mismatch_its_digest_is_refused(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Files and digests fit each other, but the weights are not those that the digest in the
-    manifest was taken of."""
+    """The digests of the files are correct, but the weights do not match the digest of the weights
+    in the manifest."""
     storage = site.test_folder / "storage"
     shutil.copytree(site.folder / "storage", storage)
     state = small_run.artifact(storage, "backbone", "state.safetensors")
@@ -699,10 +700,10 @@ def test_non_finite_loss_ends_stage_with_remedy(
         assert words in message
 
 
-def test_answers_that_are_no_numbers_are_no_accuracy(
+def test_evaluation_refuses_non_finite_outputs(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The only step of a training may go wrong after its loss was found good."""
+    """With a single training step, the weights can diverge after the loss was checked."""
     site.set(methods={"finetune": {}}, train__lr=1e30, train__epochs=1, train__batch_size=64)
     message = sentence(capfd, ["run", site.config()])
     for words in ("/evaluate failed", "not finite", "lower train.lr"):
@@ -719,16 +720,14 @@ def test_a_storage_that_is_a_file_is_refused(site: Any, capfd: pytest.CaptureFix
         assert (site.test_folder / "file").read_text() == "x"
 
 
-def test_a_storage_of_no_known_kind_is_refused(
+def test_storage_with_unknown_scheme_is_refused(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     site.set(storage="ftp://host/there")
     assert "storage 'ftp://host/" in sentence(capfd, ["run", site.config()])
 
 
-def test_a_damaged_record_of_the_run_is_no_obstacle(
-    site: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_works_with_a_damaged_run_record(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     storage = site.test_folder / "storage"
     shutil.copytree(site.folder / "storage", storage)
     site.set(storage=str(storage))
@@ -748,7 +747,7 @@ def test_a_damaged_record_of_the_run_is_no_obstacle(
     ],
 )
 @pytest.mark.parametrize("through", ["config", "environment"])
-def test_a_cluster_that_does_not_answer_is_told_at_once(
+def test_unreachable_or_malformed_cluster_address_is_reported(
     address: str,
     says: Any,
     through: str,
@@ -767,14 +766,14 @@ def test_a_cluster_that_does_not_answer_is_told_at_once(
 
 
 @pytest.mark.slow
-def test_a_cluster_without_the_accelerators_asked_for_is_refused(site: Any) -> None:
+def test_cluster_without_the_requested_gpus_is_refused(site: Any) -> None:
     site.set(cluster__workers=1, cluster__gpus_per_worker=64, train__epochs=1)
     message = in_a_process(["run", site.config()])
     assert "has no room for" in message
     assert "lower cluster.workers or the resources of each, add nodes" in message
 
 
-# ---- as people call it ---------------------------------------------------------------------------
+# ---- in a process of its own ---------------------------------------------------------------------
 def in_a_process(argv: list[str]) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "pipeline", *argv],
@@ -788,7 +787,7 @@ def in_a_process(argv: list[str]) -> str:
 
 
 @pytest.mark.slow
-def test_a_process_ends_with_one_line_and_code_2(site: Any) -> None:
+def test_failed_process_prints_one_line_and_exits_with_2(site: Any) -> None:
     for path in (site.source() / "train" / "2").iterdir():
         path.write_bytes(b"no image")
     message = in_a_process(["run", site.config()])

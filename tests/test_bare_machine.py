@@ -1,5 +1,7 @@
-"""Without ray, mlflow, webdataset, simplejpeg and isal a run that needs none of them works, and
-others say which one they need."""
+"""Tests of runs without the packages ray, mlflow, webdataset, simplejpeg and isal.
+
+A run that needs none of them works, and other runs name the missing package.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ print(json.dumps(results))
 
 
 @pytest.mark.slow
-def test_it_runs_without_ray_mlflow_and_webdataset_and_names_the_one_it_needs(
+def test_missing_optional_package_is_named_only_if_needed(
     tmp_path: Path,
 ) -> None:
     card = stream.draw_images(tmp_path, 2, train=4, test=2, sides=(16,))

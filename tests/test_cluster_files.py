@@ -1,5 +1,4 @@
-"""The files of configs/cluster are what they say: Ray's versions as pinned, a token on every node
-and in no file, nothing open by default."""
+"""Tests of configs/cluster: pinned Ray versions, authentication tokens, and no open ports."""
 
 from __future__ import annotations
 
@@ -34,14 +33,14 @@ MANIFESTS = {
     "kuberay-service.yaml": "RayService",
 }
 LAUNCHERS = ("ray-aws.yaml", "ray-gcp.yaml")
-# A RayCluster stands here in the `spec` of each kind.
+# Key of the RayCluster in the `spec` of each kind.
 CLUSTER_KEYS = {"RayCluster": "", "RayJob": "rayClusterSpec", "RayService": "rayClusterConfig"}
-# pods; options of Ray
+# Fields with content that KubeRay does not define: pods and Ray options.
 NOT_KUBERAYS = ("template", "submitterPodTemplate", "rayStartParams", "securityContext")
 
 
 def body(name: str) -> dict[str, Any]:
-    """Return a file as plain values; of several documents the first."""
+    """Return a parsed file; if it has several documents, the first."""
     parsed: dict[str, Any] = next(yaml.safe_load_all((CLUSTER / name).read_text()))
     return parsed
 
@@ -54,7 +53,7 @@ def cluster_spec(name: str) -> dict[str, Any]:
 
 
 def pods(name: str) -> dict[str, dict[str, Any]]:
-    """Group -> spec of its pods, of all that a manifest starts."""
+    """Return the pod spec of each group of a manifest, including the submitter."""
     cluster = cluster_spec(name)
     pod_specs = {
         "head": cluster["headGroupSpec"],
@@ -75,18 +74,18 @@ def containers(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 # ---- Ray's launcher ------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_the_launchers_file_has_rays_schema(name: str) -> None:
+def test_launcher_file_matches_ray_schema(name: str) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     validate_config(prepare_config(body(name)))
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages(name: str) -> None:
+def test_launcher_starts_nodes_with_token_and_pinned_packages(name: str) -> None:
     launcher = body(name)
     assert re.search(rf":{re.escape(RAY)}-py3\d\d$", launcher["docker"]["image"])
     assert not any("gpus" in option for option in launcher["docker"]["run_options"]), (
-        "the head has none"
+        "the head has no GPU"
     )
     assert launcher["head_node_type"] in launcher["available_node_types"]
     assert launcher["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
@@ -99,7 +98,7 @@ def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages(nam
     assert "chmod 600 ~/.ray/auth_token" in launcher["setup_commands"]
     assert launcher["setup_commands"][1:] == [
         "cd ~/accrete && python -m pip install -q '.[all]' -c constraints.txt",
-    ], "the dependencies under the constraints, without what tests need"
+    ], "must install the constrained dependencies without test packages"
     starts = [
         line
         for key in ("head_start_ray_commands", "worker_start_ray_commands")
@@ -113,7 +112,7 @@ def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages(nam
 
 # ---- KubeRay -------------------------------------------------------------------------------------
 def known_fields() -> dict[str, tuple[int, ...]]:
-    """Return the fields of KubeRay in README.md, with the version that brought each."""
+    """Return the KubeRay fields in README.md with the versions that added them."""
     section = (CLUSTER / "README.md").read_text().split("## Fields of KubeRay", 1)[1]
     fields = {}
     for version, names in re.findall(r"^\| (\d[\d.]*) \| (.*) \|$", section, re.MULTILINE):
@@ -123,7 +122,7 @@ def known_fields() -> dict[str, tuple[int, ...]]:
 
 
 def used_fields(values: Any, path: str) -> Iterator[str]:
-    """Yield the dotted paths of all fields below `path`, as far as they are KubeRay's own."""
+    """Yield the dotted paths of all KubeRay fields below `path`."""
     if isinstance(values, list):
         for value in values:
             yield from used_fields(value, path)
@@ -136,7 +135,7 @@ def used_fields(values: Any, path: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_kuberay_fields_are_listed_with_their_versions(name: str) -> None:
+def test_used_kuberay_fields_are_listed_and_determine_oldest_version(name: str) -> None:
     kind = MANIFESTS[name]
     prefix = f"RayJob.{CLUSTER_KEYS[kind]}" if kind == "RayJob" else f"{kind}.{CLUSTER_KEYS[kind]}"
     fields = known_fields()
@@ -148,14 +147,14 @@ def test_kuberay_fields_are_listed_with_their_versions(name: str) -> None:
         field = used
         if CLUSTER_KEYS[kind] and used.startswith(f"{prefix}."):
             field = used.replace(prefix, "RayCluster", 1)
-        assert field in fields, f"{field}: add it, with the version of KubeRay that brought it"
+        assert field in fields, f"{field}: add it to README.md, with the first KubeRay version"
         needed.append(fields[field])
     assert max(needed) == oldest
 
 
 def test_the_three_manifests_start_the_same_cluster() -> None:
-    """But for what one alone needs: a page, the config of a job; of a service its port, its token,
-    and nodes that follow the load."""
+    """They are equal except for fields that only one needs: dashboard host, job config, service
+    port and token, and autoscaling."""
     specs = []
     for name in MANIFESTS:
         spec = cluster_spec(name)
@@ -188,13 +187,13 @@ def test_a_manifest_has_what_kuberay_requires(name: Any) -> None:
     assert cluster["rayVersion"] == RAY
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         assert all(isinstance(value, str) for value in group["rayStartParams"].values()), (
-            "KubeRay takes texts alone"
+            "KubeRay accepts only strings"
         )
     for group in cluster["workerGroupSpecs"]:
         assert 0 < group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
 
 
-def test_the_job_ends_with_its_time_and_its_cluster_with_it() -> None:
+def test_kuberay_job_has_deadline_and_shuts_down_its_cluster() -> None:
     job, config_map = yaml.safe_load_all((CLUSTER / "kuberay-job.yaml").read_text())
     spec = job["spec"]
     assert spec["shutdownAfterJobFinishes"] is True
@@ -209,11 +208,13 @@ def test_the_job_ends_with_its_time_and_its_cluster_with_it() -> None:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_the_operator_makes_the_token_knows_it_and_gives_it_to_every_container(name: Any) -> None:
-    """The operator asks the cluster with the token of `authOptions`; another one in a container
-    would lock it out. It gives a token to the first container of a pod only."""
+def test_containers_use_only_the_token_provided_by_the_operator(name: Any) -> None:
+    """The operator calls the cluster with the token of `authOptions`, and gives it to the first
+    container of each pod. A different token in a container would lock the operator out."""
     assert cluster_spec(name)["authOptions"] == {"mode": "token"}
-    assert tuple(map(int, RAY.split("."))) >= (2, 52, 0), "KubeRay refuses a token with older ones"
+    assert tuple(map(int, RAY.split("."))) >= (2, 52, 0), (
+        "KubeRay refuses tokens with older Ray versions"
+    )
     assert [len(pod["containers"]) for pod in pods(name).values()] == [1] * len(pods(name))
     for group, container in containers(name):
         names = {entry["name"] for entry in container.get("env", ())}
@@ -234,7 +235,7 @@ def test_every_container_has_the_pinned_image_and_limits(name: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_every_node_sees_the_storage_has_a_bounded_cache_and_time_to_end(name: Any) -> None:
+def test_pods_mount_storage_and_bounded_cache_with_termination_grace_period(name: Any) -> None:
     for group in ("head", "workers"):
         pod = pods(name)[group]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -247,14 +248,14 @@ def test_every_node_sees_the_storage_has_a_bounded_cache_and_time_to_end(name: A
         assert pod["terminationGracePeriodSeconds"] >= 60
 
 
-def test_the_page_of_the_cluster_that_stays_is_on_loopback() -> None:
+def test_kuberay_cluster_dashboard_listens_on_loopback() -> None:
     assert (
         cluster_spec("kuberay-cluster.yaml")["headGroupSpec"]["rayStartParams"]["dashboard-host"]
         == "127.0.0.1"
     )
 
 
-def test_the_service_has_rays_schema_and_names_deployments_that_there_are() -> None:
+def test_kuberay_service_matches_ray_schema_and_names_existing_deployments() -> None:
     from ray.serve import Application
     from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
     from ray.serve.schema import ServeDeploySchema
@@ -271,22 +272,22 @@ def test_the_service_has_rays_schema_and_names_deployments_that_there_are() -> N
     )
     arguments = ray_service.ServiceArguments.model_validate(served.args)
     name = body("kuberay-service.yaml")["metadata"]["name"]
-    assert arguments.hosts == [f"{name}-serve-svc"], "the Service that KubeRay makes"
+    assert arguments.hosts == [f"{name}-serve-svc"], "the Service that KubeRay creates"
     head = pods("kuberay-service.yaml")["head"]["containers"][0]
     assert {"name": "serve", "containerPort": 8000} in head["ports"], (
-        "where ports are listed, KubeRay makes the Service from the one of this name"
+        "if ports are listed, KubeRay creates the Service from the port `serve`"
     )
     deployments: Any = (ray_service.Ingress, Deployment)
     assert [each.name for each in served.deployments] == [each.name for each in deployments]
 
 
-def test_nodes_of_the_service_hold_its_replicas_and_follow_their_number() -> None:
+def test_service_workers_have_cpus_for_min_and_max_replicas() -> None:
     from pipeline.serving.deployment import TARGET_ONGOING_REQUESTS
 
     spec = cluster_spec("kuberay-service.yaml")
     assert spec["enableInTreeAutoscaling"] is True
     assert spec["headGroupSpec"]["template"]["spec"]["serviceAccountName"] == "", (
-        "the autoscaler's role would be given to every pod of that account"
+        "every pod of that account would get the autoscaler's role"
     )
     text = body("kuberay-service.yaml")["spec"]["serveConfigV2"]
     ingress, model = yaml.safe_load(text)["applications"][0]["deployments"]
@@ -300,22 +301,21 @@ def test_nodes_of_the_service_hold_its_replicas_and_follow_their_number() -> Non
         assert needed <= group[nodes] * cpus
 
 
-def test_the_service_asks_for_the_token_of_a_secret_where_there_is_one() -> None:
+def test_service_reads_token_from_optional_secret() -> None:
     from pipeline.serving.serve_command import TOKEN
 
     container = pods("kuberay-service.yaml")["workers"]["containers"][0]
     (variable,) = container["env"]
     assert variable["name"] == TOKEN
     secret = variable["valueFrom"]["secretKeyRef"]
-    assert secret["optional"] is True, "without the Secret, pods would not start"
+    assert secret["optional"] is True, "pods must start without the Secret"
     command = "kubectl create secret generic {name} --from-literal={key}=".format(**secret)
     assert command in (CLUSTER / "README.md").read_text()
 
 
-# ---- all of them ---------------------------------------------------------------------------------
+# ---- all files -----------------------------------------------------------------------------------
 def commands() -> list[list[str]]:
-    """Every run that README.md and slurm.sh speak of, as words after `pipeline
-    run` or the script."""
+    """Return the arguments of each run command in README.md and slurm.sh."""
     texts = [
         (CLUSTER / "README.md").read_text(),
         (CLUSTER / "slurm.sh").read_text(),
@@ -326,20 +326,20 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for line in blocks]
 
 
-def test_every_command_names_a_config_and_settings_that_there_are() -> None:
+def test_cluster_commands_use_existing_configs_and_settings() -> None:
     assert len(commands()) >= 6
     for path, *rest in commands():
         settings = [word for word in rest if word != "--set"]
         loaded = config.load(str(REPOSITORY / path), settings)
         assert loaded.cluster.workers >= 1
-        assert loaded.storage != "storage", "a place that all nodes see"
-        assert is_local(loaded.storage) or not loaded.tracking.enabled, "MLflow needs a disk"
+        assert loaded.storage != "storage", "all nodes must see the storage"
+        assert is_local(loaded.storage) or not loaded.tracking.enabled, "MLflow needs local storage"
         for entry in loaded.stream.tasks:
             source = card_files.load_without_source(entry.card).source
-            assert source.format == "sklearn", "data that every node has"
+            assert source.format == "sklearn", "every node must have the data"
 
 
-def test_no_secret_stands_in_a_file_and_nothing_listens_to_everybody() -> None:
+def test_cluster_files_contain_no_secret_and_no_wildcard_address() -> None:
     for path in CLUSTER.iterdir():
         text = path.read_text()
         assert "0.0.0.0" not in text, path
@@ -360,7 +360,7 @@ esac""",
 --ip-address) echo "${HOST_ADDRESS:-10.0.0.7 fe80::1}";;
 --all-ip-addresses) echo "10.0.0.7 fe80::1";;
 esac""",
-    # Runs the task of one node, and says what the real one says of a task that fails or is
+    # Runs the task of one node, and prints the message of the real srun if the task fails or is
     # signalled.
     "srun": """words="srun $* mode=$RAY_AUTH_MODE"
 echo "${words//[[:space:]]/ }" >> "$SAID"
@@ -395,8 +395,7 @@ esac""",
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
-    """The environment of a job on three nodes whose programs only say what they were called
-    with."""
+    """Return the environment of a job on three nodes. Its programs only log their arguments."""
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     for name, text in FAKES.items():
@@ -429,7 +428,7 @@ def logged_commands(env: dict[str, str]) -> list[str]:
     return Path(env["SAID"]).read_text().splitlines()
 
 
-def test_the_script_is_bash() -> None:
+def test_slurm_script_is_executable_valid_bash() -> None:
     assert subprocess.run(["bash", "-n", str(CLUSTER / "slurm.sh")], check=False).returncode == 0
     assert (CLUSTER / "slurm.sh").stat().st_mode & stat.S_IXUSR
 
@@ -442,9 +441,9 @@ def test_slurm_job_starts_head_workers_driver_and_stops(
     out, err = process.communicate(timeout=900)
     assert process.returncode == code, out + err
     ray_log = tmp_path / "ray-42.log"
-    assert ray_log.exists() == bool(code), "what Ray printed is kept when a run fails"
+    assert ray_log.exists() == bool(code), "Ray's output must be kept only if the run fails"
     if code:
-        assert "srun: error" not in ray_log.read_text(), "every task has ended by itself"
+        assert "srun: error" not in ray_log.read_text(), "no task may be killed"
     assert "srun" not in err
     lines = logged_commands(slurm)
     starts = [i for i, line in enumerate(lines) if line.startswith("srun")]
@@ -478,11 +477,15 @@ def test_slurm_job_starts_head_workers_driver_and_stops(
         "mode=token",
     ):
         assert words in other_lines
-    assert lines.count("ray --temp-dir=/tmp/ray-42") == 2, "of this job alone"
+    assert lines.count("ray --temp-dir=/tmp/ray-42") == 2, (
+        "both starts must use the folder of this job"
+    )
     asked = [i for i, line in enumerate(lines) if line == "health-check 10.0.0.7:7001"]
     assert len(asked) == 3
-    assert starts[0] < max(asked) < starts[1], "the others join a head that answers"
-    assert lines.count("nodes 10.0.0.7:7001 3") == 2, "it asks until all three are there"
+    assert starts[0] < max(asked) < starts[1], "workers must start after the head answers"
+    assert lines.count("nodes 10.0.0.7:7001 3") == 2, (
+        "it must poll until all three nodes have joined"
+    )
     driver = next(i for i, line in enumerate(lines) if line.startswith("driver"))
     assert lines[driver] == (
         "driver -m pipeline run configs/a b.yaml --set seed=1 address=10.0.0.7:7001 mode=token "
@@ -491,7 +494,7 @@ def test_slurm_job_starts_head_workers_driver_and_stops(
     assert driver > max(i for i, line in enumerate(lines) if line.startswith("nodes"))
     assert lines.count("stopped") == 2
     assert not any("requeue" in line for line in lines)
-    assert not list(tmp_path.glob(".ray-*")), "the token is gone"
+    assert not list(tmp_path.glob(".ray-*")), "the token must be deleted"
 
 
 def test_a_job_of_an_array_runs_one_seed(slurm: Any) -> None:
@@ -523,7 +526,7 @@ def test_ray_runs_on_all_components_of_a_heterogeneous_job(slurm: Any) -> None:
     assert lines.count("nodes 10.0.0.7:7001 3") == 2
 
 
-def test_the_head_is_named_by_an_address_that_other_nodes_reach(slurm: Any) -> None:
+def test_slurm_head_uses_reachable_address_instead_of_loopback(slurm: Any) -> None:
     process = job({**slurm, "HOST_ADDRESS": "127.0.1.1"}, "configs/demo.yaml")
     out, err = process.communicate(timeout=900)
     assert process.returncode == 0, out + err
@@ -535,7 +538,7 @@ def test_the_head_is_named_by_an_address_that_other_nodes_reach(slurm: Any) -> N
     [(signal.SIGUSR1, 143, 1), (signal.SIGTERM, 143, 0), (signal.SIGUSR1, 0, 0)],
     ids=["preempted", "cancelled", "preempted when it had finished"],
 )
-def test_a_preempted_job_saves_and_goes_back_into_the_queue(
+def test_only_preempted_unfinished_slurm_job_is_requeued(
     slurm: Any, number: Any, ends_with: int, requeues: int, tmp_path: Path
 ) -> None:
     process = job({**slurm, "STAYS": "1", "ENDS_WITH": str(ends_with)}, "configs/demo.yaml")
@@ -553,8 +556,9 @@ def test_a_preempted_job_saves_and_goes_back_into_the_queue(
     assert not list(tmp_path.glob(".ray-*"))
 
 
-def test_two_signals_end_the_driver_once(slurm: Any) -> None:
-    """A second one would end it before it has saved: preempted shortly before the time limit."""
+def test_two_signals_stop_the_driver_only_once(slurm: Any) -> None:
+    """A job that is preempted shortly before its time limit gets two signals. A second signal to
+    the driver would end it before it has saved."""
     process = job({**slurm, "STAYS": "1"}, "configs/demo.yaml")
     log = Path(slurm["SAID"])
     for awaited in ("driver -m", "driver was asked to end"):
@@ -569,7 +573,7 @@ def test_two_signals_end_the_driver_once(slurm: Any) -> None:
     assert lines.count("scontrol requeue 42") == 1
 
 
-def test_slurm_may_put_the_job_back_into_the_queue() -> None:
+def test_slurm_script_allows_requeue() -> None:
     assert "#SBATCH --requeue" in (CLUSTER / "slurm.sh").read_text().splitlines()
 
 
@@ -582,8 +586,8 @@ def test_failed_ray_start_ends_job_with_message(slurm: Any, tmp_path: Path) -> N
     assert not list(tmp_path.glob(".ray-*"))
 
 
-def test_the_scripts_own_python_is_sound(slurm: Any) -> None:
-    """What the stand-in for Python swallows."""
+def test_embedded_python_of_slurm_script_works(slurm: Any) -> None:
+    """Check the Python code in slurm.sh, which the fake `python` does not run."""
     codes = re.findall(r"'(import [^']*)'", (CLUSTER / "slurm.sh").read_text())
     assert len(codes) == 3
     token = subprocess.run(
@@ -595,6 +599,6 @@ def test_the_scripts_own_python_is_sound(slurm: Any) -> None:
         command = [sys.executable, "-S", "-c", codes[1], str(job_id)]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         ports |= {int(port) for port in printed.split()}
-    assert len(ports) == 30, "jobs on one node share no port"
-    assert max(ports) < 32768, "the kernel gives others to whoever asks"
+    assert len(ports) == 30, "jobs on one node must not share ports"
+    assert max(ports) < 32768, "the kernel assigns higher ports to any process"
     compile(codes[2], "slurm.sh", "exec")

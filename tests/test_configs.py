@@ -1,5 +1,4 @@
-"""Every config that ships can be planned, and every method has one for each setting, with a search
-space beside it."""
+"""Tests of the shipped configs and searches: they are valid, complete, and match the papers."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ PAPERS = [
     if p.parent.name == "methods" or p.stem.endswith("-table1") or "imagenet" in p.stem
 ]
 CLASS_INCREMENTAL = [p for p in PAPERS if "-class-" in p.read_text()]
-# DyTox's recipe, which the configs of all rehearsal methods have.
+# DyTox's recipe, which the configs of all rehearsal methods use.
 DYTOX = {
     "epochs": 500,
     "batch_size": 256,
@@ -48,13 +47,13 @@ REHEARSAL = sorted(
     for p in PAPERS
     if p.parent.name == "methods" and "cifar100-class-10.yaml" in p.read_text()
 )
-# Methods whose released code herds like that of iCaRL.
+# The released code of these methods herds like that of iCaRL.
 HERD_AGAIN = ("der", "der_p", "dytox", "podnet", "ucir")
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225), "crop_pct": 0.875}
 CIFAR = {"mean": (0.5071, 0.4867, 0.4408), "std": (0.2675, 0.2565, 0.2761)}
 NO_START = {"warmup": 0.0}
-# What the papers and their released code name, by config and label: settings of the method, then of
-# `train`, `data` and `backbone`. What cannot be as they name it stands in the `differs` line.
+# Settings in the papers and their released code, by config and label: settings of the method, then
+# of `train`, `data` and `backbone`. The `differs` line of a config has the settings that differ.
 NAMED: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
     ("adahat", "adahat"): (
         {"mask_lr": 0.05},
@@ -150,7 +149,7 @@ NAMED: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
         IMAGENET,
     ),
     ("supsup", "supsup"): (
-        # one output more than the released code has, which `check_backbone` asks for
+        # one output more than in the released code, because `check_backbone` requires it
         {"budget": 8.0, "mask_lr": 1e-3, "outputs": 6},
         {"batch_size": 128, "floor": 0.0, **NO_START},
         {"val_fraction": 0.0},
@@ -183,7 +182,7 @@ NAMED: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
 }
 
 
-# PackNet's and Piggyback's scripts, and KSM's after them, name the sets that are cut to boxes.
+# The scripts of PackNet and Piggyback, and later those of KSM, use data sets cropped to boxes.
 CROPPED = ("cub200-cropped", "stanford-cars-cropped", "flowers102", "wikiart", "sketches")
 
 
@@ -192,7 +191,7 @@ def method_class(name: str) -> type[Method]:
 
 
 @pytest.mark.parametrize("path", RUNNABLE, ids=lambda p: str(p.relative_to(CONFIGS)))
-def test_a_config_is_valid_and_says_how_to_run_it(
+def test_shipped_config_is_valid_and_contains_its_command(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
@@ -203,12 +202,12 @@ def test_a_config_is_valid_and_says_how_to_run_it(
         for line in path.read_text().splitlines()
         if line.startswith("# ") and len(line.split()) > 2
     ]
-    assert set(HEADER) <= set(header), f"{path.name} says not {set(HEADER) - set(header)}"
-    assert f"configs/{path.relative_to(CONFIGS)}" in path.read_text(), "the command names the file"
+    assert set(HEADER) <= set(header), f"{path.name} lacks {set(HEADER) - set(header)}"
+    assert f"configs/{path.relative_to(CONFIGS)}" in path.read_text(), "no command with the file"
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)
-def test_a_config_of_a_paper_says_where_it_differs(path: Path) -> None:
+def test_paper_config_documents_its_differences(path: Path) -> None:
     differs = header_of(path).get("differs", "")
     assert len(differs.split()) > 2, (
         f"{path.name} has no line `# differs`; a config of a paper always differs"
@@ -216,19 +215,19 @@ def test_a_config_of_a_paper_says_where_it_differs(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CLASS_INCREMENTAL, ids=lambda p: p.stem)
-def test_a_class_incremental_config_of_a_paper_trains_on_all_images(path: Path) -> None:
-    """The papers hold out no images; BiC holds out exemplars, by itself."""
+def test_class_incremental_paper_config_holds_out_no_images(path: Path) -> None:
+    """The papers hold out no images. BiC itself holds out exemplars."""
     loaded = config.load(str(path))
     assert loaded.stream.scenario == "class"
     assert {loaded.merge_data(label).val_fraction for label in loaded.methods} == {0.0}
 
 
-def test_there_are_class_incremental_configs_of_papers() -> None:
+def test_enough_class_incremental_paper_configs_exist() -> None:
     assert len(CLASS_INCREMENTAL) >= 14
 
 
 @pytest.mark.parametrize(("name", "label"), NAMED, ids=lambda part: part)
-def test_a_config_of_a_paper_has_the_settings_that_the_paper_names(name: str, label: str) -> None:
+def test_paper_config_has_the_settings_of_the_paper(name: str, label: str) -> None:
     method, train, data, backbone = NAMED[name, label]
     (path,) = (p for p in PAPERS if p.stem == name)
     loaded = config.load(str(path))
@@ -245,7 +244,7 @@ def test_a_config_of_a_paper_has_the_settings_that_the_paper_names(name: str, la
 
 
 @pytest.mark.parametrize("name", REHEARSAL)
-def test_every_rehearsal_method_has_the_recipe_of_dytox(name: str) -> None:
+def test_every_rehearsal_config_uses_the_dytox_recipe(name: str) -> None:
     loaded = config.load(str(CONFIGS / "methods" / f"{name}.yaml"))
     (label,) = loaded.methods
     train = loaded.merge_train(label)
@@ -253,19 +252,19 @@ def test_every_rehearsal_method_has_the_recipe_of_dytox(name: str) -> None:
     assert loaded.backbone.drop_path == 0.1
 
 
-def test_there_are_configs_of_all_rehearsal_methods() -> None:
+def test_enough_rehearsal_configs_exist() -> None:
     assert len(REHEARSAL) >= 12
 
 
 @pytest.mark.parametrize("method", HERD_AGAIN)
-def test_a_config_of_a_paper_herds_as_the_released_code(method: str) -> None:
+def test_paper_config_uses_the_herding_of_the_released_code(method: str) -> None:
     loaded = config.load(str(CONFIGS / "methods" / f"{method}.yaml"))
     settings = METHODS[method].Settings.model_validate(loaded.methods[method].settings)
     assert settings.model_dump()["selection"] == "rebuffi"
 
 
 @pytest.mark.parametrize("name", ["packnet", "piggyback", "ksm"])
-def test_packnet_and_its_successors_train_on_the_cropped_sets(name: str) -> None:
+def test_packnet_piggyback_and_ksm_use_the_cropped_data_sets(name: str) -> None:
     loaded = config.load(str(CONFIGS / "methods" / f"{name}.yaml"))
     assert tuple(task.card for task in loaded.stream.tasks) == CROPPED
 
@@ -288,21 +287,21 @@ def test_every_method_has_settings_for_digits_and_real_tasks(
             assert entry[key] == settings[key]
 
 
-def test_the_methods_are_those_with_a_config() -> None:
-    """They are found by a scan of `workers/methods`."""
+def test_registered_methods_match_the_method_configs() -> None:
+    """The methods are found by a scan of `workers/methods`."""
     assert [*METHODS] == sorted(path.stem for path in (CONFIGS / "methods").glob("*.yaml"))
     assert all(name == method.name for name, method in METHODS.items())
 
 
 def has_something_to_search(cls: type[Method]) -> bool:
-    """Return whether a method has settings or trains."""
+    """Return whether a method has settings or is trained."""
     return bool(cls.Settings.model_fields) or cls.has_training()
 
 
 @pytest.mark.parametrize(
     "method", [name for name, cls in METHODS.items() if has_something_to_search(cls)]
 )
-def test_every_method_has_a_search_that_a_run_accepts(
+def test_generated_search_of_every_method_is_valid_and_finite(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
@@ -324,5 +323,5 @@ def test_shipped_search_is_runnable_and_finite(path: Path, monkeypatch: pytest.M
         for params in space.corners():
             config.check(with_history(body, params, {"any": params}), path.name)
     assert settings.algorithm == "grid" or settings.budget.trials or settings.budget.hours
-    assert f"configs/search/{path.name}" in path.read_text(), "the command names the file"
+    assert f"configs/search/{path.name}" in path.read_text(), "no command with the file"
     assert "# ranges    " in path.read_text()

@@ -1,6 +1,7 @@
-"""The images of configs/cluster/Dockerfile: pinned, not root, without test tools.
+"""Tests of the images of configs/cluster/Dockerfile: pinned, not root, without test tools.
 
-That for GPUs has a C compiler. The text of the file is parsed; nothing is built."""
+The tests parse the Dockerfile; they build nothing.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ TEST_TOOLS = {"pytest", "pytest-timeout", "pytest-xdist", "mypy", "ruff", "moto"
 
 
 class Instruction(NamedTuple):
-    """One instruction of a Dockerfile, with its continued lines in one."""
+    """One instruction of a Dockerfile, with continuation lines joined."""
 
     name: str
     text: str
@@ -46,7 +47,7 @@ def instructions(text: str) -> list[Instruction]:
 
 
 def stages(text: str) -> dict[str, list[Instruction]]:
-    """Return the instructions of each stage by name, after those of the stage that it is from."""
+    """Return stage name -> instructions, starting with those of its base stage."""
     by_name: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
     for instruction in instructions(text):
@@ -63,12 +64,12 @@ STAGES = stages(DOCKERFILE.read_text())
 
 
 def texts(target: str, name: str) -> list[str]:
-    """Return the texts of the instructions of one name that make a target."""
+    """Return the texts of all instructions of a target that have this name."""
     return [instruction.text for instruction in STAGES[target] if instruction.name == name]
 
 
 def installed_closure(names: list[str]) -> set[str]:
-    """Return the packages that requirements bring along, as this environment has them."""
+    """Return the packages of requirements and their dependencies, as installed here."""
     closure: set[str] = set()
     waiting = [(Requirement(name).name, Requirement(name).extras) for name in names]
     while waiting:
@@ -89,7 +90,7 @@ def installed_closure(names: list[str]) -> set[str]:
     return closure
 
 
-def test_both_targets_start_from_the_pinned_ray_on_a_python_that_is_supported() -> None:
+def test_images_use_pinned_ray_and_a_supported_python() -> None:
     assert set(TARGETS) <= STAGES.keys()
     least = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["requires-python"]
     for target in TARGETS:
@@ -102,23 +103,25 @@ def test_both_targets_start_from_the_pinned_ray_on_a_python_that_is_supported() 
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_target_ends_as_a_user_by_number_who_cannot_become_root(target: str) -> None:
-    """Kubernetes believes `runAsNonRoot` of an image by the user's number alone."""
+def test_image_runs_as_numeric_user_without_root_access(target: str) -> None:
+    """Kubernetes can check `runAsNonRoot` only if the image's user is a number."""
     user = texts(target, "USER")[-1]
     assert user.isdigit()
     assert int(user) > 0
-    assert "rm -f /usr/bin/sudo" in texts(target, "RUN"), "Ray's user may become root by sudo"
+    assert "rm -f /usr/bin/sudo" in texts(target, "RUN"), "Ray's user could become root with sudo"
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_target_installs_at_the_pinned_versions_without_caches(target: str) -> None:
+def test_image_installs_pinned_versions_without_caches(target: str) -> None:
     for line in texts(target, "RUN"):
         if "pip install" in line:
             assert "--no-cache-dir" in line
             assert re.search(r"-c \S*constraints\.txt", line)
-            assert not re.search(r"-r \S*constraints", line), "the constraints list test tools too"
+            assert not re.search(r"-r \S*constraints", line), (
+                "constraints.txt also lists test tools"
+            )
         if "apt-get" in line:
-            assert line.startswith("apt-get update &&"), "an old list would be used"
+            assert line.startswith("apt-get update &&"), "an outdated package list would be used"
             assert "apt-get install -y --no-install-recommends" in line
             assert line.endswith("rm -rf /var/lib/apt/lists/*")
     assert sum("pip install" in line for line in texts(target, "RUN")) == 1
@@ -127,8 +130,8 @@ def test_a_target_installs_at_the_pinned_versions_without_caches(target: str) ->
     assert all(path.startswith("/") for path in texts(target, "WORKDIR"))
 
 
-def test_the_image_for_gpus_alone_has_a_c_compiler() -> None:
-    """Triton needs one when a kernel first runs."""
+def test_only_gpu_image_has_a_c_compiler() -> None:
+    """Triton needs a C compiler when a kernel first runs."""
     compilers = {}
     for target in TARGETS:
         compilers[target] = any(
@@ -139,10 +142,10 @@ def test_the_image_for_gpus_alone_has_a_c_compiler() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_is_copied_exists_and_is_sent_to_the_builder(target: str) -> None:
+def test_copied_paths_exist_and_are_sent_to_builder(target: str) -> None:
     ignored = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
     sent = [line.removeprefix("!") for line in ignored if line.startswith("!")]
-    assert "*" in ignored, "what is not listed stays: environments and results are gigabytes"
+    assert "*" in ignored, "unlisted files must be ignored: environments and results take gigabytes"
     copied = []
     for line in texts(target, "COPY"):
         copied += [word for word in line.split() if not word.startswith("--")][:-1]
@@ -154,10 +157,10 @@ def test_what_is_copied_exists_and_is_sent_to_the_builder(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_copy_of_what_is_copied_knows_its_version_and_commit(
+def test_copied_files_suffice_to_find_version_and_commit(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the rest of the checkout, and without git."""
+    """The copy has neither git nor the rest of the checkout."""
     for line in texts(target, "COPY"):
         *sources, goal = [word for word in line.split() if not word.startswith("--")]
         if goal.startswith("/"):
@@ -176,21 +179,21 @@ def test_a_copy_of_what_is_copied_knows_its_version_and_commit(
 
 
 def requirements(*extras: str) -> list[str]:
-    """Return the requirements of the project with some extras."""
+    """Return the requirements of the project, including these extras."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     names = [*extras]
     found: list[str] = [*project["dependencies"]]
     while names:
         for text in project["optional-dependencies"][names.pop()]:
             requirement = Requirement(text)
-            if requirement.name == "accrete":  # an extra that stands for others
+            if requirement.name == "accrete":  # an extra that includes others
                 names += requirement.extras
             else:
                 found.append(text)
     return found
 
 
-def test_what_is_installed_brings_no_test_tool() -> None:
+def test_runtime_requirements_install_no_test_tools() -> None:
     closure = installed_closure(requirements("all"))
     assert {"torch", "ray", "mlflow", "optuna", "psutil", "boto3"} <= closure
     assert not closure & TEST_TOOLS

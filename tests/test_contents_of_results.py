@@ -1,5 +1,4 @@
-"""One key, one content: raw images that were edited in place, and results that come out otherwise
-when they are made again, are noticed and said, and no result stands beside another's data."""
+"""Tests of content checks: raw images edited in place, and recomputed results that differ."""
 
 from __future__ import annotations
 
@@ -46,7 +45,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.fixture
 def site(finished: Finished) -> Path:
-    """A finished run of `meat` on two cards whose images have equal sizes, whatever they show."""
+    """Return the folder of a finished run of `meat`. The file size of an image does not depend on
+    its content."""
     shutil.rmtree(finished.folder)
     shutil.copytree(finished.copy, finished.folder)
     return finished.folder
@@ -68,7 +68,7 @@ def cards_of(folder: Path) -> dict[str, str]:
 
 
 def edit(folder: Path, name: str, keep_times: bool = False) -> None:
-    """Other images, in files of the same names and sizes."""
+    """Invert the images of a card. File names and sizes stay the same."""
     for file in (folder / "raw" / name).rglob("*.png"):
         info = file.stat()
         ImageOps.invert(Image.open(file)).save(file, compress_level=0)
@@ -91,7 +91,7 @@ B = {"data/b", "meat/b/train", "meat/b/evaluate", "report"}
 
 
 # ---- raw data ------------------------------------------------------------------------------------
-def test_images_edited_in_place_are_noticed_and_their_results_stand_apart(
+def test_images_edited_in_place_give_results_new_keys(
     site: Any, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, before = str(site / "config.yaml"), keys(site)
@@ -112,13 +112,13 @@ def test_images_edited_in_place_are_noticed_and_their_results_stand_apart(
     )
     assert "nothing to do" in say(capsys, "run", path)
     assert "written again" not in say(capsys, "plan", path)
-    edit(site, "b")  # inverted twice: as they were
+    edit(site, "b")  # inverted twice: the original images
     assert "nothing to do" in say(capsys, "run", path)
     assert keys(site) == before
     assert small_run.results(site / "storage") == old
 
 
-def test_files_that_were_only_written_again_run_nothing(
+def test_rewritten_identical_files_run_no_stage(
     site: Any, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for file in (site / "raw" / "b").rglob("*.png"):
@@ -129,10 +129,10 @@ def test_files_that_were_only_written_again_run_nothing(
     assert "written again" not in say(capsys, "run", str(site / "config.yaml"))
 
 
-def test_other_images_that_nothing_shows_are_noticed_when_they_are_ingested_anew(
+def test_changed_images_with_old_times_are_detected_at_reingest(
     site: Any, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Times were put back; then a shard is damaged, and a method is added that reads it."""
+    """The modification times do not change. Then a shard is damaged, and a new method reads it."""
     storage, old = site / "storage", small_run.results(site / "storage")
     edit(site, "b", keep_times=True)
     assert "nothing to do" in say(capsys, "run", str(site / "config.yaml"))
@@ -150,7 +150,7 @@ def test_other_images_that_nothing_shows_are_noticed_when_they_are_ingested_anew
     assert "nothing to do" in say(capsys, "run", str(site / "config.yaml"))
 
 
-def test_data_that_is_gone_leaves_its_results_alone(
+def test_deleted_data_does_not_invalidate_results(
     site: Any, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = small_run.attempts(site / "storage")
@@ -162,10 +162,10 @@ def test_data_that_is_gone_leaves_its_results_alone(
     assert small_run.attempts(site / "storage") == before
 
 
-def test_a_store_of_before_says_that_it_cannot_tell(
+def test_store_without_recorded_contents_treats_rewritten_images_as_same(
     site: Any, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Contents were not noted then: neither of raw data, nor what results were made of."""
+    """Older stores recorded neither the content of raw data nor the inputs of results."""
     strip(site / "storage", "made_of", "raw_content")
     shutil.rmtree(site / "storage" / "sources")
     path = str(site / "config.yaml")
@@ -183,10 +183,10 @@ def strip(storage: Path, *names: str) -> None:
         path.write_text(json.dumps({**body, "sha256": compute_sha256(body)}))
 
 
-# ---- results that are made again -----------------------------------------------------------------
+# ---- recomputed results --------------------------------------------------------------------------
 def other_bits(monkeypatch: pytest.MonkeyPatch, stage_id: str) -> None:
-    """From now on `stage_id` is computed with another seed, as if by a machine that rounds
-    otherwise."""
+    """Compute `stage_id` with another seed from now on, as if on a machine that rounds
+    differently."""
     run_stage = loop.run_stage
 
     def run(job: Any, *rest: Any) -> Any:
@@ -197,7 +197,7 @@ def other_bits(monkeypatch: pytest.MonkeyPatch, stage_id: str) -> None:
     monkeypatch.setattr(local, "run_stage", run)
 
 
-def test_what_stood_on_a_result_that_came_out_otherwise_is_run_again(
+def test_changed_stage_result_reruns_its_dependents(
     site: Any, quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage, before = site / "storage", small_run.attempts(site / "storage")
@@ -215,10 +215,10 @@ def test_what_stood_on_a_result_that_came_out_otherwise_is_run_again(
     assert "nothing to do" in say(capsys, "run", str(site / "config.yaml"))
 
 
-def test_a_look_up_compares_what_a_result_was_made_of(
+def test_lookup_detects_result_of_outdated_parent_content(
     site: Any, quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another process made the parent again, and nothing else."""
+    """Another process recomputed only the parent."""
     storage, stage = site / "storage", "meat/a/train"
     key = keys(site)[stage]
     shutil.rmtree(storage / "stages" / key)
@@ -238,10 +238,10 @@ def job_of(site: Path, stage_id: str) -> StageJob:
     return job
 
 
-def test_of_two_attempts_with_different_contents_the_loser_says_so(
+def test_second_attempt_with_different_content_reports_first_is_kept(
     site: Any, quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both computed the same stage at the same time, and their bits differ."""
+    """Both compute the same stage at the same time, with different results."""
     job = job_of(site, "meat/a/train")
     first = loop._run_stage(job, Group(), lambda body: None)
     assert "note" not in first

@@ -1,5 +1,4 @@
-"""The packages of constraints.txt have no known vulnerability; what could not be asked is not
-called sound."""
+"""Tests of constraints.txt with pip-audit: no package has a known vulnerability."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
-# what pip-audit says where nobody answers it
+# words in pip-audit's error if the advisory service does not answer
 AWAY = (
     "connect",
     "timed out",
@@ -23,8 +22,12 @@ AWAY = (
 
 
 def judge(report: dict[str, Any]) -> tuple[list[str], str]:
-    """(a sentence for each known vulnerability, how many packages could not be audited, empty where
-    all were) of pip-audit's JSON."""
+    """Evaluate pip-audit's JSON.
+
+    Returns:
+        A sentence for each known vulnerability, and a sentence about packages that could not be
+        audited ("" if there are none).
+    """
     packages = report["dependencies"]
     vulnerabilities = [
         f"{p['name']} {p['version']} has {v['id']}, fixed in "
@@ -75,7 +78,7 @@ def skipped(name: str) -> dict[str, Any]:
         ([{"name": "a", "version": "1.0"}], [], "1 of 1 packages"),
     ],
 )
-def test_a_report_is_sound_only_where_every_package_was_asked_for(
+def test_audit_report_passes_only_if_every_package_was_audited(
     packages: Any, vulnerabilities: Any, unknown: str
 ) -> None:
     sentences, left = judge({"dependencies": packages})
@@ -111,7 +114,7 @@ def test_no_dependency_has_a_known_vulnerability() -> None:
     vulnerabilities, unknown = judge(report)
     assert not vulnerabilities, "; ".join(vulnerabilities)
     assert len(report["dependencies"]) == len(CONSTRAINTS.read_text().split()), (
-        "some packages were not looked at"
+        "some packages are not in the report"
     )
     if unknown:
         pytest.skip(unknown)

@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and the pages of docs/ and configs/ name exists."""
+"""Tests of the documentation: the links, paths, modules and commands in it exist."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ DESCRIPTION = (
     "domain-incremental, orchestrated as a DAG of cached stages on Ray, recorded in MLflow."
 )
 FOLDERS = ("pipeline", "workers", "datasets", "configs", "tests", "benchmarks", "docs", "examples")
-# Names that stand for what a reader puts there.
+# Placeholders that the reader replaces.
 PLACEHOLDER = re.compile(r"NAME|CARD|TASK|CONFIG|[*$<>{}]")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 MODULE = re.compile(r"python -m ((?:pipeline|benchmarks|tests|workers)[\w.]*)(?: ([a-z]+))?")
 SCRIPT = re.compile(r"(?:^|`|\.venv/bin/)accrete +([a-z]+)\b", re.MULTILINE)
 PATH = re.compile(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./*$<>{{}}-]*)")
-# Of a command line: the task of a stage, and the one that images are of.
+# In a command line: the task of a stage, and the task given by --task.
 DEMO_STAGE = re.compile(r"--(?:until|from|only|force) +\w+/([\w-]+)")
 DEMO_TASK = re.compile(r"--task +([\w-]+)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -48,7 +48,7 @@ def text_of(document: str) -> str:
 
 
 def anchors_of(path: Path) -> set[str]:
-    """Return the fragments by which headings of a Markdown file are linked to."""
+    """Return the link fragments of the headings of a Markdown file."""
     anchors = set()
     for heading in HEADING.findall(path.read_text(encoding="utf-8")):
         words = re.sub(r"[^\w\s-]", "", heading.lower())
@@ -57,7 +57,7 @@ def anchors_of(path: Path) -> set[str]:
 
 
 def broken_links(document: str) -> Iterator[str]:
-    """Yield the relative links of a document that lead to no file, or to no heading in it."""
+    """Yield the relative links of a document to a missing file or heading."""
     for link in LINK.findall(text_of(document)):
         if "://" in link:
             continue
@@ -70,7 +70,7 @@ def broken_links(document: str) -> Iterator[str]:
 def missing_modules(document: str, commands: str) -> Iterator[str]:
     """Yield the `python -m` modules and the commands in a document that do not exist.
 
-    commands: what `accrete --help` prints.
+    commands: the output of `accrete --help`.
     """
     for module, command in MODULE.findall(text_of(document)):
         path = REPOSITORY / module.strip(".").replace(".", "/")
@@ -84,7 +84,7 @@ def missing_modules(document: str, commands: str) -> Iterator[str]:
 
 
 def missing_paths(document: str) -> Iterator[str]:
-    """Yield the paths below folders of this repository that a document names and that are not."""
+    """Yield the paths of this repository that a document names but that do not exist."""
     for path in PATH.findall(text_of(document)):
         plain = path.rstrip(".")
         if PLACEHOLDER.search(plain):
@@ -112,7 +112,7 @@ def test_paths_of_this_repository_exist(document: str) -> None:
     assert list(missing_paths(document)) == []
 
 
-def test_stages_and_tasks_of_the_demo_are_called_as_it_calls_them() -> None:
+def test_documents_name_existing_demo_stages_and_tasks() -> None:
     config = load(str(REPOSITORY / "configs/demo.yaml"))
     tasks = {entry.name for entry in config.stream.tasks}
     unknown = []
@@ -124,7 +124,7 @@ def test_stages_and_tasks_of_the_demo_are_called_as_it_calls_them() -> None:
     assert unknown == []
 
 
-def test_the_page_on_python_names_all_that_can_be_called() -> None:
+def test_python_page_documents_the_whole_public_api() -> None:
     text = text_of("docs/notebook.md")
     named = set(re.findall(r"\bpipeline\.(\w+)", text)) - {"__all__"}
     assert named <= set(pipeline.__all__)
@@ -147,15 +147,15 @@ def test_the_page_on_python_names_all_that_can_be_called() -> None:
 
 
 def is_documented(name: str, member: object) -> bool:
-    """Return whether a member of a class is public, and a function or a property."""
+    """Return whether a member of a class is a public function or property."""
     return not name.startswith("_") and (callable(member) or isinstance(member, property))
 
 
-def test_the_readme_counts_the_methods() -> None:
+def test_readme_states_the_number_of_methods() -> None:
     assert f"**{len(METHODS)} methods**" in text_of("README.md")
 
 
-def test_the_readme_is_short_and_says_first_what_this_is() -> None:
+def test_readme_is_short_and_starts_with_the_description() -> None:
     readme = text_of("README.md")
     assert len(readme.splitlines()) <= 150
     title, sentence, commands = readme.split("\n\n")[:3]
@@ -185,12 +185,12 @@ def test_every_config_is_in_the_index() -> None:
     assert sorted(files - listed - methods - {"README.md"}) == []
 
 
-def test_every_page_of_docs_is_in_their_index() -> None:
+def test_every_docs_page_is_in_the_index() -> None:
     pages = {path.name for path in (REPOSITORY / "docs").glob("*.md")} - {"README.md"}
     assert pages <= set(LINK.findall(text_of("docs/README.md")))
 
 
-def test_the_package_is_described_as_the_readme_does() -> None:
+def test_package_description_matches_the_readme() -> None:
     project = tomllib.loads(text_of("pyproject.toml"))["project"]
     assert project["description"] == f"A {DESCRIPTION}"
     assert {"continual learning", "class-incremental", "task-incremental"} <= set(

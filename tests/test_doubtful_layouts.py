@@ -1,7 +1,7 @@
-"""Layouts that can be read in two ways are read correctly or refused with a remedy.
+"""Tests of ambiguous layouts: they are read correctly or refused with a remedy.
 
-`RIGHT` in a case means that `init` and `ingest` store the true images. Any other text is a part of
-the error of `init`.
+`RIGHT` in a case means that `init` and `ingest` store the correct images. Any other text is part of
+the error message of `init`.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ def images_below_classes(tree: Tree) -> None:
 
 
 def elsewhere(name: str) -> Callable[[Tree], None]:
-    """Return a function that writes class folders below train, and a file that is not read."""
+    """Return a function that writes class folders below train, and an unread file or link."""
 
     def build(tree: Tree) -> None:
         tree.classes("train/")
@@ -365,7 +365,7 @@ def labels_of_folders(tree: Tree) -> None:
 def other_table(
     header: str, make: Callable[[int], Sequence[Sequence[object]]], name: str = "metadata.csv"
 ) -> Callable[[Tree], None]:
-    """Return a function that writes labels, and a table of other things about the same images."""
+    """Return a function that writes a label table and another table about the same images."""
 
     def build(tree: Tree) -> None:
         rows = tree.flat("images/")
@@ -578,9 +578,9 @@ def parquet_files(*names: str) -> Callable[[Tree], None]:
 def class_labels(
     declared: Mapping[str, tuple[str, ...]], label: str = ""
 ) -> Callable[[Tree], None]:
-    """Return a function that writes a Parquet file with columns of classes of the hub.
+    """Return a function that writes a Parquet file with `ClassLabel` columns of Hugging Face.
 
-    declared: column -> classes, which its rows have in turn. label: the column with the labels, for
+    declared: column -> its classes, which alternate over the rows. label: the label column, for
     layouts that are read.
     """
 
@@ -605,7 +605,7 @@ def class_labels(
 
 
 def parquet_nested(name: str, make: Callable[[int], Any]) -> Callable[[Tree], None]:
-    """Return a function that writes a Parquet file with a nested column and one of sources."""
+    """Return a function that writes a Parquet file with a nested column and a column `source`."""
 
     def build(tree: Tree) -> None:
         table = {
@@ -624,7 +624,7 @@ def tags_beside_labels(tree: Tree) -> None:
 
 
 def parquet_sorted(tree: Tree) -> None:
-    """Write more rows of a class than are sampled, for classes that two columns name."""
+    """Write rows sorted by class, more per class than are sampled, with two possible labels."""
     tree.folder.mkdir(parents=True, exist_ok=True)
     images = [tree.png() for _ in range(3)]
     rows = [i // 2500 for i in range(7500)]
@@ -877,7 +877,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def test_a_flag_in_json_gives_the_splits_with_the_printed_remedy(
+def test_printed_remedy_reads_splits_from_a_json_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = Tree(tmp_path / "zoo")
@@ -891,7 +891,7 @@ def test_a_flag_in_json_gives_the_splits_with_the_printed_remedy(
     assert data_set.counts == {"train": 12, "test": 12}
 
 
-def test_the_printed_patterns_read_the_inner_folders(tmp_path: Path) -> None:
+def test_printed_patterns_read_class_folders_below_sites(tmp_path: Path) -> None:
     tree = Tree(tmp_path / "zoo")
     sites_below_splits(tree)
     splits = {"train": ["train/*/{label}"], "test": ["test/*/{label}"]}
@@ -901,7 +901,7 @@ def test_the_printed_patterns_read_the_inner_folders(tmp_path: Path) -> None:
 
 
 def follow(folder: Path) -> DataSet:
-    """Return the data set that the first command of the error for a folder reads."""
+    """Return the data set that the first command in the folder's error message reads."""
     with pytest.raises(UserError) as caught:
         detect(Request(str(folder)))
     command = re.findall(r"`([^`]*)`", str(caught.value))[0]
@@ -960,7 +960,7 @@ def test_named_classes_decide_which_folders_are_classes(tmp_path: Path) -> None:
     assert data_set.counts == {"train": 15, "test": 15}
 
 
-def test_an_example_is_not_taken_for_values(tmp_path: Path) -> None:
+def test_placeholder_in_split_values_is_refused(tmp_path: Path) -> None:
     tree = Tree(tmp_path / "zoo")
     split_column({"train": "0", "test": "1"}, "fold")(tree)
     splits = {"train": ["0", "1"], "test": ["..."]}
@@ -987,7 +987,7 @@ def test_classes_that_no_image_has_are_refused(classes: tuple[str, ...], tmp_pat
         detect(Request(str(tree.folder), classes=classes))
 
 
-def test_classes_of_numbers_are_refused_with_the_setting(tmp_path: Path) -> None:
+def test_classes_for_numeric_labels_are_refused_with_remedy(tmp_path: Path) -> None:
     tree = Tree(tmp_path / "zoo")
     rows = [[name, NAMES.index(label)] for name, label in tree.flat("images/")]
     tree.csv("labels.csv", "filename,label", rows)
@@ -995,7 +995,7 @@ def test_classes_of_numbers_are_refused_with_the_setting(tmp_path: Path) -> None
         detect(Request(str(tree.folder), classes=NAMES))
 
 
-def test_a_meaning_of_numbers_is_refused_where_labels_are_folders(tmp_path: Path) -> None:
+def test_numbers_setting_is_refused_for_folder_labels(tmp_path: Path) -> None:
     tree = Tree(tmp_path / "zoo")
     for index in range(9):
         tree.image(f"{index % 3}/{index}.png", str(index % 3))

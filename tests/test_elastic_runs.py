@@ -1,4 +1,4 @@
-"""A run of two ranks loses a node in the middle of a task, and gets another one later."""
+"""Tests of runs of two ranks that lose a node during a task, and get another node later."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ pytestmark = [
     pytest.mark.usefixtures("clean_registry"),
 ]
 TRIES = 20
-# Pairs of digits. There are more than TRIES, because one rank trains tasks while a node joins.
+# Pairs of digits. There are more pairs than TRIES, because one rank alone trains some of the tasks
+# while a node joins.
 TASKS = ["".join(pair) for pair in itertools.combinations("0123456789", 2)]
 EPOCHS = 24
 STEPS = EPOCHS * 8  # 2 classes of 64 images in batches of 16
 
 
 class Step(NamedTuple):
-    """What one rank recorded of a training step. images: digests by position in the batch."""
+    """The record of one rank about a training step. images: position in the batch -> digest."""
 
     time: float
     world: int
@@ -48,7 +49,7 @@ class Step(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Steps that one group of `world` ranks made: from `start`, since the time `began`."""
+    """Steps of one group of `world` ranks. start: number of the first step; began: its time."""
 
     start: int
     world: int
@@ -56,7 +57,7 @@ class Segment(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """The loss of a node in the training of a task. killed, joined: times."""
+    """The loss of a node during the training of a task. killed, joined: times."""
 
     task: str
     killed: float
@@ -65,19 +66,19 @@ class Loss(NamedTuple):
 
 @dataclass
 class Stream:
-    """A stream of pairs of digits, whose method records its steps."""
+    """A stream of tasks of two digits each. The method records its training steps."""
 
     folder: Path
     tasks: list[str]
 
     @property
     def module(self) -> ModuleType:
-        """The module of the method. The first use registers the method in this process."""
+        """The module of the method. Its first import registers the method in this process."""
         return import_module("tests.recorded_steps")
 
     @property
     def records(self) -> Path:
-        """Folder of the records of the run that was started last."""
+        """Folder with the records of the last run that was started."""
         return self.folder / "records"
 
     def body(self, folder: Path, **cluster: Any) -> dict[str, Any]:
@@ -109,15 +110,15 @@ class Stream:
         """Return the recorded steps of all ranks in the training of a task, sorted by time."""
         steps = []
         for path in self.records.glob(f"{task}-*.jsonl"):
-            # a killed process may have begun its last line
+            # the last line of a killed process may be incomplete
             lines = path.read_text().splitlines(keepends=True)
             steps += [Step(*json.loads(line)) for line in lines if line.endswith("\n")]
         return sorted(steps, key=attrgetter("time"))
 
     def images(self, task: str) -> list[dict[str, str]]:
-        """Return for each step the digests of its images by their positions in the global batch.
+        """Return for each step: position in the global batch -> digest of the image.
 
-        Groups that made the same step must have made it on the same images.
+        Groups that made the same step must have used the same images.
         """
         images: list[dict[str, str]] = [{} for _ in range(STEPS)]
         for step in self.steps(task):
@@ -127,12 +128,12 @@ class Stream:
         return images
 
     def resumed_after(self, moment: float) -> float:
-        """Return the time of the first step of a process that made none before a moment."""
+        """Return the time of the earliest first step of a process after `moment`."""
         starts: dict[str, float] = {}
         for path in self.records.iterdir():
             process = path.stem.rpartition("-")[2]
             line, end, _ = path.read_text().partition("\n")
-            if end:  # a killed process may have begun its only line
+            if end:  # the only line of a killed process may be incomplete
                 first = json.loads(line)[0]
                 starts[process] = min(first, starts.get(process, first))
         return min(start for start in starts.values() if start > moment)
@@ -148,7 +149,7 @@ class Stream:
         return segments
 
     def current_task(self) -> str:
-        """Return the name of the task of the newest record."""
+        """Return the name of the task with the newest record."""
         newest = max(self.records.iterdir(), key=lambda path: path.stat().st_mtime)
         return newest.name.partition("-")[0]
 
@@ -166,7 +167,7 @@ class Stream:
 
 @pytest.fixture(autouse=True)
 def find_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the nodes that a test starts import the module of the method."""
+    """Make the module of the method importable on the nodes that a test starts."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1]))
 
 
@@ -176,7 +177,7 @@ def make_stream(folder: Path, tasks: list[str]) -> Stream:
 
 
 def finish(process: Any, folder: Path) -> None:
-    """Wait for the successful end of a run."""
+    """Wait until a run has ended successfully."""
     process.join(1800)
     output = (folder / "out.txt").read_text()
     assert process.exitcode == 0, output
@@ -184,7 +185,7 @@ def finish(process: Any, folder: Path) -> None:
 
 
 def disturb(nodes: Nodes, stream: Stream, process: Any, draws: random.Random) -> list[Loss]:
-    """Kill a node at a random step of each task that two ranks train, and add one after a time."""
+    """Kill a node at a random step of each task that two ranks train, and add another one later."""
     losses: list[Loss] = []
     wait_for(lambda: any(stream.records.iterdir()), 200, process)
     task, moment = "", 0
@@ -204,7 +205,7 @@ def disturb(nodes: Nodes, stream: Stream, process: Any, draws: random.Random) ->
 
 
 def contents(job: StageJob) -> tuple[Any, ...]:
-    """Return what the training of a stage gave: digests of its states, and its history."""
+    """Return the digests of the states that a stage has trained, and its history."""
     artifact = Artifact.need(job.root, job.key)
     digests = {
         name: entry["sha256"]
@@ -225,7 +226,7 @@ def repeat(job: StageJob, segments: list[Segment], folder: Path) -> StageJob:
 
 
 def count_correct(folder: Path) -> tuple[int, int]:
-    """Return how many test images of all tasks were classified correctly, and of how many."""
+    """Return the numbers of correctly classified and of all test images, over all tasks."""
     correct = total = 0
     for stage_id, result in small_run.results(folder / "storage").items():
         if stage_id.endswith("/evaluate"):
@@ -236,10 +237,10 @@ def count_correct(folder: Path) -> tuple[int, int]:
     return correct, total
 
 
-def test_an_elastic_run_depends_on_its_numbers_of_ranks_alone(tmp_path: Path) -> None:
+def test_elastic_results_depend_only_on_the_numbers_of_ranks(tmp_path: Path) -> None:
     """Nodes are killed at random steps, and others join at random times.
 
-    The line that is printed at the end says what the loss of a node costs.
+    At the end, the test prints the cost of the loss of a node.
     """
     stream = make_stream(tmp_path, TASKS)
     whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
@@ -259,13 +260,13 @@ def test_an_elastic_run_depends_on_its_numbers_of_ranks_alone(tmp_path: Path) ->
         segments = stream.segments(loss.task)
         repeated = repeat(jobs[loss.task], segments, tmp_path)
         assert contents(repeated) == contents(jobs[loss.task]), (loss, segments)
-        if len(segments) > 1:  # else the training ended before the node was killed
+        if len(segments) > 1:  # otherwise the training ended before the kill
             first, second, *_ = segments
             assert first.world == 2
             made = [step for step in stream.steps(loss.task) if step.time < second.began]
             num_lost.append(made[-1].number + 1 - second.start)
             seconds.append(stream.resumed_after(loss.killed) - loss.killed)
-    assert len(seconds) > TRIES / 2, "most nodes must be lost in the middle of a training"
+    assert len(seconds) > TRIES / 2, "most nodes must be lost during a training"
     correct, total = count_correct(disturbed)
     assert abs(correct - count_correct(whole)[0]) <= total / 100
     print(
@@ -275,7 +276,7 @@ def test_an_elastic_run_depends_on_its_numbers_of_ranks_alone(tmp_path: Path) ->
     )
 
 
-def test_a_run_with_a_fixed_number_of_ranks_waits_for_a_node(tmp_path: Path) -> None:
+def test_run_with_fixed_ranks_waits_for_a_new_node(tmp_path: Path) -> None:
     stream = make_stream(tmp_path, ["23"])
     whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
     with nodes_up([1, 1]) as nodes:

@@ -1,5 +1,4 @@
-"""Every registered method keeps every promise that applies to it, and a method that breaks one is
-found out."""
+"""Tests of the promises of all registered methods, and of methods that break a promise."""
 
 from __future__ import annotations
 
@@ -28,28 +27,30 @@ EVERY = [
 
 
 def sample_cases() -> list[str]:
-    """Return the id of one case of each method: that of the promise least used so far."""
+    """Return the id of one case per method: the one with the promise used least so far."""
     counts: Counter[Any] = Counter()
     ids = []
     for _, cases in groupby(EVERY, lambda case: case.values[0]):
         case = min(cases, key=lambda case: counts[case.values[2]])
         counts[case.values[2]] += 1
         ids.append(str(case.id))
-    assert counts.keys() == PROMISES.keys(), "each promise is among them"
+    assert counts.keys() == PROMISES.keys(), "every promise must be used"
     return ids
 
 
 @pytest.mark.few(*sample_cases())
 @pytest.mark.parametrize(("method", "optimizer", "promise"), EVERY)
-def test_every_method_keeps(lab: Lab, method: str, optimizer: str, promise: str) -> None:
+def test_every_method_keeps_its_promises(
+    lab: Lab, method: str, optimizer: str, promise: str
+) -> None:
     PROMISES[promise].check(lab, method, optimizer)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_fine_tuning_forgets(lab: Lab, optimizer: str) -> None:
-    """The measure of all others: had it kept its answers, the promise would say nothing.
+    """If fine-tuning did not forget, the promise that old answers stay would show nothing.
 
-    The change is measured against what sets images apart, since few steps of SGD make small logits.
+    The change is compared with the spread over images, because few steps of SGD make small logits.
     """
     run = lab.run("finetune", optimizer, epochs=3)
     images, task = run.images(0), run.order[0]
@@ -59,20 +60,19 @@ def test_fine_tuning_forgets(lab: Lab, optimizer: str) -> None:
     )
     spread = (before - before.mean(0)).abs().max()
     change = (before - after).abs().max()
-    assert change > 0.2 * spread, "ten seeds and both optimizers: 0.5 to 4.4"
+    assert change > 0.2 * spread, "measured with ten seeds and both optimizers: 0.5 to 4.4"
 
 
 # ---- methods that break a promise ----------------------------------------------------------------
 class Thaws(Linear):
-    """Promises a frozen backbone and trains it."""
+    """Declares a frozen backbone, but trains it."""
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         return super().begin(context) + weight_groups(self.backbone, context.optim)
 
 
 class HoldsGradientsOnly(FineTune):
-    """Locks all weights after the first task by their gradients alone: weight decay still moves
-    them."""
+    """Sets all gradients to zero after the first task, but weight decay still moves the weights."""
 
     may_forget = False
 
@@ -87,7 +87,7 @@ class HoldsGradientsOnly(FineTune):
 
 
 class SoftMask(Linear):
-    """Trains with a soft mask where only a hard one is stored."""
+    """Trains with a soft mask, but stores only a hard one."""
 
     starts_as_backbone = False
 
@@ -109,14 +109,14 @@ class SoftMask(Linear):
 
 
 class StartsElsewhere(Linear):
-    """Scales the features from the start without saying so."""
+    """Scales the features from the start, but does not declare it."""
 
     def features(self, images: Tensor) -> Tensor:
         return super().features(images) * 1.01
 
 
 class DrawsFromAnywhere(Linear):
-    """Draws from a generator that nobody seeds: a stage is never the same twice."""
+    """Draws from an unseeded generator, so that a retried stage has another result."""
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
@@ -130,8 +130,10 @@ class DrawsFromAnywhere(Linear):
 
 
 class NoiseOfTheProcess(Linear):
-    """Adds noise from the process's generator while it trains: the same in a retry, and another on
-    two ranks."""
+    """Adds noise from the process's generator during training.
+
+    A retry gives the same noise, but two ranks give another one.
+    """
 
     def loss(self, batch: Any, progress: Any) -> Any:
         batch.images = batch.images + 0.01 * torch.randn(batch.images.shape)
@@ -139,7 +141,7 @@ class NoiseOfTheProcess(Linear):
 
 
 class NoiseOfNumpy(Linear):
-    """Adds noise from numpy's generator while it trains."""
+    """Adds noise from numpy's generator during training."""
 
     def loss(self, batch: Any, progress: Any) -> Any:
         batch.images = batch.images + 0.01 * np.random.rand()
@@ -147,7 +149,7 @@ class NoiseOfNumpy(Linear):
 
 
 class StartsAsPyTorchDoes(Linear):
-    """Has a layer of its own that starts from the process's generator: that is allowed."""
+    """Has a layer that is initialized from the process's generator, which is allowed."""
 
     name = "starts-as-pytorch-does"
     starts_as_backbone = False
@@ -167,7 +169,7 @@ class StartsAsPyTorchDoes(Linear):
         ), super().finish()[1]
 
 
-def test_a_method_may_start_from_the_process_generator(
+def test_method_can_initialise_from_the_global_random_generator(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METHODS, StartsAsPyTorchDoes.name, StartsAsPyTorchDoes)
@@ -178,7 +180,7 @@ def test_a_method_may_start_from_the_process_generator(
 
 
 class CountsTasks(Linear):
-    """What it does depends on how many tasks the process has seen."""
+    """Uses the number of tasks that the process has seen as its seed."""
 
     seen = 0
 
@@ -189,7 +191,7 @@ class CountsTasks(Linear):
 
 
 class TrainsOldHeads(Linear):
-    """Its optimizer gets the heads of all tasks that are loaded."""
+    """Gives the heads of all loaded tasks to the optimizer."""
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
@@ -198,7 +200,7 @@ class TrainsOldHeads(Linear):
 
 
 class Peeks(Linear):
-    """Looks at the test split before it trains."""
+    """Reads the test split before training."""
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         context.data.feed("test")
@@ -206,7 +208,7 @@ class Peeks(Linear):
 
 
 class CountsEarlierSamples(FineTune):
-    """Looks up the keys of earlier tasks, and does not declare that it reads them."""
+    """Looks up the sample keys of earlier tasks, but does not declare it."""
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         self.num_samples = [len(context.data.keys(task)) for task in context.stream]
@@ -214,7 +216,7 @@ class CountsEarlierSamples(FineTune):
 
 
 class SumsInsteadOfMeans(Linear):
-    """Its loss grows with the size of a micro-batch."""
+    """Has a loss that grows with the size of a micro-batch."""
 
     def loss(self, batch: Any, progress: Any) -> Any:
         loss, terms = super().loss(batch, progress)
@@ -222,7 +224,7 @@ class SumsInsteadOfMeans(Linear):
 
 
 class DividesAPenalty(FineTune):
-    """Divides a penalty on what later tasks move by the number of micro-batches."""
+    """Divides a penalty on weight changes in later tasks by the number of micro-batches."""
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
@@ -238,21 +240,21 @@ class DividesAPenalty(FineTune):
 
 
 class AnyBackbone(Linear):
-    """Loads states of whatever backbone."""
+    """Loads the states of any backbone without a check."""
 
     def load_task(self, state: Any) -> None:
         self.heads.restore(state.task, state.head)
 
 
 class NoiseWhileServing(Linear):
-    """Draws noise when it is asked for logits."""
+    """Adds random noise to its logits."""
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         return super().logits(images, task) + torch.randn(())
 
 
 class LearnsFromValidation(Linear):
-    """What it is validated on moves its head."""
+    """Changes its head when it computes logits, for example in validation."""
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         found = super().logits(images, task)
@@ -262,7 +264,7 @@ class LearnsFromValidation(Linear):
 
 
 class OneTokenForAll(Linear):
-    """Every task's token is the same tensor."""
+    """Stores the same tensor as the token of every task."""
 
     token = torch.ones(3)
 
@@ -271,7 +273,7 @@ class OneTokenForAll(Linear):
 
 
 class RemembersBeside(Linear):
-    """Keeps a running mean that no checkpoint knows of, and stores it."""
+    """Keeps a running mean outside of checkpoints, and stores it in the state."""
 
     mean: Any = 0.0
 
@@ -284,7 +286,7 @@ class RemembersBeside(Linear):
 
 
 class StateOfBegin(FineTune):
-    """Its second task's state has the head as it was before training."""
+    """Stores the untrained head in the state of its second task."""
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
@@ -299,7 +301,7 @@ class StateOfBegin(FineTune):
 
 
 class StateOfTheFirst(FineTune):
-    """Its second task's state has the head of the first one."""
+    """Stores the head of the first task in the state of its second task."""
 
     needs_states = True
 
@@ -310,14 +312,14 @@ class StateOfTheFirst(FineTune):
 
 
 class StoresWhatItDoesNotUse(Linear):
-    """Its state has a mask that no answer depends on."""
+    """Stores a mask that no answer depends on."""
 
     def finish(self) -> Any:
         return self.state(masks={"idle": torch.ones(9, dtype=torch.bool)}), super().finish()[1]
 
 
 class CarriesTheLatestAlone(FineTune):
-    """Of what a chain is to add up over tasks it hands on the part of the latest task."""
+    """Carries only the latest task's part of a sum over tasks."""
 
     def load_carried(self, carried: Carried) -> None:
         network = {n: t for n, t in carried.tensors.items() if not n.startswith("sums/")}
@@ -330,7 +332,7 @@ class CarriesTheLatestAlone(FineTune):
 
 
 class DropsBetweenSteps(CarriesTheLatestAlone):
-    """Its first step does not hand on what its second one adds to."""
+    """Drops a sum in its first step that its second step needs."""
 
     steps = (Step("train"), Step("add", trains=False))
 
@@ -348,7 +350,7 @@ class DropsBetweenSteps(CarriesTheLatestAlone):
 
 
 class LearnsNothing(Linear):
-    """Its gradients come to nothing."""
+    """Drops all gradients."""
 
     def after_backward(self) -> None:
         for p in self.parameters():
@@ -360,7 +362,7 @@ class ScaleSettings(MethodSettings):
 
 
 class ServesByACommonScale(Linear):
-    """Says that a task may have its own scale, and serves all tasks by the common one."""
+    """Declares that a task may have its own scale, but serves all tasks with the common one."""
 
     Settings = ScaleSettings
     per_task = frozenset({"scale"})
@@ -371,7 +373,7 @@ class ServesByACommonScale(Linear):
 
 
 class MiscountsItsSize(Linear):
-    """Records that it stores nothing."""
+    """Reports that it stores nothing."""
 
     def finish(self) -> Any:
         state, carried = super().finish()
@@ -380,13 +382,13 @@ class MiscountsItsSize(Linear):
 
 
 class BundlesNoNetwork(FineTune):
-    """Says that only training needs the network that it carries."""
+    """Declares that only training needs the carried network."""
 
     training_only = ("*",)
 
 
 class ResetsAHook(FineTune):
-    """A hook reads a factor that is another one in the backward pass."""
+    """Has a hook that reads a factor, which has another value in the backward pass."""
 
     factor = 1.0
 
@@ -442,7 +444,7 @@ BROKEN = [
 @pytest.mark.parametrize(
     ("broken", "promise"), [pytest.param(*b, id=f"{b[0].__name__}-{b[1]}") for b in BROKEN]
 )
-def test_a_method_that_breaks_a_promise_is_found_out(
+def test_method_that_breaks_a_promise_is_detected(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, broken: type[Method], promise: str
 ) -> None:
     class Named(broken):  # type: ignore[misc,valid-type]
@@ -455,11 +457,11 @@ def test_a_method_that_breaks_a_promise_is_found_out(
     sentence = str(error.value)
     assert sentence.startswith(f"method {Named.name!r} breaks the promise {promise!r}")
     assert PROMISES[promise].remedy in sentence
-    assert "pipeline/testing/promises.py" in sentence, "where the promise is checked"
+    assert "pipeline/testing/promises.py" in sentence, "no file of the check"
 
 
 class RemembersUndeclared(FineTune):
-    """Asks for samples of earlier tasks, and does not declare that it reads them."""
+    """Asks for samples of earlier tasks, but does not declare that it reads them."""
 
     name = "remembers-undeclared"
 
@@ -500,7 +502,7 @@ def test_failing_method_is_not_reported_as_broken_promise(
     assert promise.remedy not in sentence
 
 
-def test_what_differs_after_an_interruption_is_named(
+def test_tensor_that_differs_after_an_interruption_is_named(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Named(RemembersBeside):
@@ -512,5 +514,5 @@ def test_what_differs_after_an_interruption_is_named(
         promise.check(lab, Named.name, "adamw")
 
 
-def test_every_promise_is_seen_to_fail() -> None:
+def test_every_promise_has_a_method_that_breaks_it() -> None:
     assert {promise for _, promise in BROKEN} == PROMISES.keys()

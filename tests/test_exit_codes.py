@@ -1,4 +1,4 @@
-"""Commands end with their own exit code, whatever threads of libraries still run at their end."""
+"""Tests of exit codes: a command keeps its own, even if threads of libraries still run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from pipeline import cli
 from tests import small_run
 
-RUNS = 25  # of each command
+RUNS = 25  # per command
 AT_ONCE = 3
 THREAD = """
 import threading, time
@@ -25,7 +25,7 @@ leave({code})
 
 
 @pytest.mark.parametrize("code", [0, 2, 143])
-def test_a_thread_that_still_runs_changes_nothing(code: int) -> None:
+def test_running_thread_does_not_change_exit_code(code: int) -> None:
     text = THREAD.format(code=code)
     ended = subprocess.run(
         [sys.executable, "-c", text], capture_output=True, text=True, timeout=900
@@ -33,7 +33,7 @@ def test_a_thread_that_still_runs_changes_nothing(code: int) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "done\n", "")
 
 
-def test_what_is_registered_for_the_end_is_done_and_threads_are_waited_for() -> None:
+def test_leave_waits_for_threads_and_runs_exit_handlers() -> None:
     text = (
         "import atexit, threading, time\n"
         "from pipeline.cli import leave\n"
@@ -73,11 +73,11 @@ def test_a_hundred_commands_end_with_success(tmp_path: Path) -> None:
     assert {code for code, _ in results} == {0}, results
 
 
-def test_a_signal_before_the_first_output_is_answered_with_a_sentence() -> None:
+def test_sigterm_before_first_output_prints_a_message() -> None:
     words = [sys.executable, "-m", "pipeline", "methods"]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         status = Path(f"/proc/{process.pid}/status")
-        while True:  # until it listens
+        while True:  # until it handles SIGTERM
             caught = next(line for line in status.read_text().splitlines() if "SigCgt" in line)
             if int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1:
                 break

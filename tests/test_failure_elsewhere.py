@@ -1,4 +1,4 @@
-"""A stage fails on another node: one command, which the terminal names, has all that is known."""
+"""Tests of failures on another node: the command named in the terminal shows all details."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 REPOSITORY = Path(__file__).parents[1]
 STAGE = "finetune/a/train"
 NOTE = "a note of this node"
-# Python imports it at its start: each training step of task `a` in a process of the node prints a
-# note first.
+# A sitecustomize module, which Python imports at its start. Each training step of task `a` first
+# prints a note.
 PRINT = f"""
 import importlib.abc, importlib.util, sys
 
@@ -54,11 +54,11 @@ FAIL = PRINT.replace("FAULT", 'raise ArithmeticError("this node cannot count")')
 
 @contextlib.contextmanager
 def two_nodes(folder: Path, module: str) -> Iterator[Nodes]:
-    """Run a head node without CPUs, where the driver is, and a node for workers.
+    """Run a head node without CPUs for the driver, and a worker node.
 
-    module: what Python imports at the start of each process of that node.
+    module: source of the module that each process of the worker node imports at its start.
     """
-    small_run.start_server()  # later tests use it, and it must not import the module
+    small_run.start_server()  # later tests share it, and it must not import the module
     with nodes_up([]) as nodes, pytest.MonkeyPatch.context() as patch:
         (folder / "sitecustomize.py").write_text(module)
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
@@ -77,7 +77,7 @@ def start(nodes: Nodes, folder: Path, **changes: Any) -> Any:
 
 
 def failed_output(process: Any, folder: Path) -> str:
-    """Wait for the end of a run that fails, and return what it printed."""
+    """Wait for a run to fail, and return its output."""
     process.join(900)
     output = (folder / "out.txt").read_text()
     assert process.exitcode == 2, output
@@ -86,7 +86,7 @@ def failed_output(process: Any, folder: Path) -> str:
 
 
 def answer_of_the_named_command(output: str) -> str:
-    """Run the command that the output names for the log of what failed, and return its answer."""
+    """Run the log command that the output names, and return its output."""
     match = re.search(r"; its log: ([^;]*);", output)
     assert match, output
     arguments = shlex.split(match[1])
@@ -94,7 +94,7 @@ def answer_of_the_named_command(output: str) -> str:
 
 
 def answer_of(*arguments: str) -> str:
-    """Return what a command prints."""
+    """Return the output of a command."""
     completed = subprocess.run(
         [sys.executable, "-m", "pipeline", *arguments],
         cwd=REPOSITORY,
@@ -106,7 +106,7 @@ def answer_of(*arguments: str) -> str:
     return completed.stdout
 
 
-def test_an_error_has_its_traceback_node_rank_and_log(tmp_path: Path) -> None:
+def test_remote_error_is_reported_with_traceback_node_rank_and_log(tmp_path: Path) -> None:
     with two_nodes(tmp_path, FAIL) as nodes:
         output = failed_output(start(nodes, tmp_path), tmp_path)
     place = f"(at {tmp_path}/sitecustomize.py:"
@@ -123,15 +123,15 @@ def test_an_error_has_its_traceback_node_rank_and_log(tmp_path: Path) -> None:
 
 
 def training_worker(nodes: Nodes) -> Any:
-    """Return the process of the one rank that there is."""
+    """Return the process of the only rank."""
     [worker] = [
         process for process in nodes.processes(nodes.nodes[0]) if "TrainWorker" in title(process)
     ]
     return worker
 
 
-def test_a_killed_worker_stands_in_the_log_of_a_run_that_goes_on(tmp_path: Path) -> None:
-    """With the number of retries that there is without a setting."""
+def test_killed_worker_is_logged_and_its_stage_retried(tmp_path: Path) -> None:
+    """The number of retries is the default."""
     with two_nodes(tmp_path, PRINT.replace("FAULT", "pass")) as nodes:
         cluster = {"workers": 1, "address": nodes.address, "checkpoint_s": 1e-6}
         process = start(nodes, tmp_path, train={"epochs": 60}, cluster=cluster)
@@ -152,7 +152,7 @@ def test_a_killed_worker_stands_in_the_log_of_a_run_that_goes_on(tmp_path: Path)
     assert NOTE in answer.rpartition("the end of its log (")[2]
 
 
-def test_a_killed_worker_has_its_node_its_rank_and_its_log(tmp_path: Path) -> None:
+def test_failure_by_killed_worker_names_node_rank_and_log(tmp_path: Path) -> None:
     with two_nodes(tmp_path, PRINT.replace("FAULT", "pass")) as nodes:
         process = start(nodes, tmp_path, train={"epochs": 400})
         until_checkpoint(tmp_path, STAGE, process, "out.txt")

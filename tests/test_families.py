@@ -1,5 +1,5 @@
-"""Methods on other families of timm models: what one learns is kept bit for bit where that is
-promised, and who cannot work on a family says so in one sentence before anything runs."""
+"""Tests of methods on other families of timm models: old answers stay bit-identical if promised,
+and a method that does not support a family is refused in one sentence before anything runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from workers.model.vit import compute_digest
 
 FAST_FAMILIES = ("ConvNeXt", "ResNet", "MobileNetV3", "EVA-02", "Swin", "BEiT")
 FAST_METHODS = ("piggyback", "packnet", "finetune")
-# Methods on blocks and tokens, and families of vision transformers with other blocks.
+# methods that need blocks and tokens, and vision transformers with non-standard blocks
 FAST_ON_BLOCKS = ("vpt", "ctr_tsm", "toast", "hat", "meat")
 BLOCK_FAMILIES = ("EVA-02", "BEiT", "DINOv3")
 
 
 def is_fast(family: str, method: str) -> bool:
-    """Return whether a case is run among the fast tests."""
+    """Return whether a case is one of the fast tests."""
     if method in FAST_ON_BLOCKS:
         return family in BLOCK_FAMILIES
     return family in FAST_FAMILIES and method in FAST_METHODS
@@ -39,7 +39,7 @@ CASES = [
 
 
 def fits(method: str, family: str) -> bool:
-    """Return whether a method takes the family's small backbone with its default settings."""
+    """Return whether a method with default settings accepts the family's small backbone."""
     cls = METHODS[method]
     try:
         cls.check_backbone(cls.Settings(), vit.outline(BackboneSettings(**SMALL[family])))
@@ -56,9 +56,7 @@ def run_of(lab: Lab, method: str, family: str) -> Run:
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize(("family", "method"), CASES)
-def test_a_method_works_on_a_family_or_says_in_a_sentence_why_not(
-    lab: Lab, family: str, method: str
-) -> None:
+def test_method_works_on_family_or_explains_refusal(lab: Lab, family: str, method: str) -> None:
     if not fits(method, family):
         with pytest.raises(UserError, match=f"methods.{method}: .*such as ") as refused:
             run_of(lab, method, family)
@@ -73,7 +71,7 @@ def test_a_method_works_on_a_family_or_says_in_a_sentence_why_not(
             compute_task_logits(run.live(task), run.images(task), run.order[task]),
             compute_task_logits(run.served(task), run.images(task), run.order[task]),
             atol=1e-4,
-        ), "what is stored is what was trained"
+        ), "the stored task must equal the trained one"
     live = run.live(1)
     if live.freezes_backbone:
         assert compute_digest(live.backbone) == live.backbone_digest
@@ -82,7 +80,7 @@ def test_a_method_works_on_a_family_or_says_in_a_sentence_why_not(
 
 
 @pytest.mark.parametrize("family", BLOCK_FAMILIES)
-def test_who_takes_plain_blocks_alone_says_why(family: str) -> None:
+def test_methods_limited_to_plain_vits_explain_refusal(family: str) -> None:
     outline = vit.outline(BackboneSettings(**SMALL[family]))
     for cls in METHODS.values():
         if not cls.needs_vit or isinstance(outline, cls.vits):

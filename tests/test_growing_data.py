@@ -1,4 +1,4 @@
-"""Data that grow: a task depends on its own images alone, and what they do not concern stands."""
+"""Tests of growing data: a task depends only on its own images, and other results are reused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TASKS = {"one": ["ant", "bee"], "two": ["cat", "dog"]}
 
 
 class Animals:
-    """A folder of class folders with its card and a config of tasks that are cut from it."""
+    """A data set of class folders, its card, and runs with tasks on its classes."""
 
     def __init__(self, folder: Path, train: int = 12, side: int = 16):
         self.folder = folder
@@ -35,7 +35,7 @@ class Animals:
         self.side = side
 
     def draw(self, name: str, count: int | None = None, first: int = 0) -> None:
-        """Write images of a class: noise, which depends on their names alone."""
+        """Write noise images of a class; the pixels depend only on class, split and number."""
         for split, number in (("train", count or self.train), ("test", 4)):
             target = self.raw / split / name
             target.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ class Animals:
         card: Mapping[str, Any] | None = None,
         **changes: Any,
     ) -> pipeline.Experiment:
-        """Return a run of tasks of these classes, on a card that has some more."""
+        """Return an experiment with `tasks` on a card with `classes`, which may be more classes."""
         path = self.folder / "animals.yaml"
         source = {"format": "folder", "path": str(self.raw)}
         body = {"name": "animals", "licence": "none", "classes": list(classes), "source": source}
@@ -67,13 +67,13 @@ class Animals:
 
 
 def states(experiment: pipeline.Experiment) -> dict[str, str]:
-    """Stage -> `done` where the last run computed it, `reused` where it stood."""
+    """Return the state of each stage in the last run, such as `done` (computed) or `reused`."""
     rows = experiment.status()
     return dict(zip(rows["id"], rows["state"], strict=True))
 
 
 def contents(animals: Animals, storage: str, task: str) -> dict[str, Any]:
-    """Results of the training stages of a task: digests of states, losses, counts."""
+    """Return the results of the stages of a task: digests of states, losses, counts."""
     of_stages = small_run.results(animals.folder / storage)
     return {stage: body for stage, body in of_stages.items() if f"/{task}/" in stage}
 
@@ -86,12 +86,12 @@ def animals(tmp_path: Path, quick: None) -> Animals:
     return made
 
 
-# ---- what runs again -----------------------------------------------------------------------------
-def test_a_new_class_runs_its_own_task_alone(
+# ---- stages that run again -----------------------------------------------------------------------
+def test_new_classes_run_only_their_own_task(
     animals: Animals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     animals.load(TASKS, ["ant", "bee", "cat", "dog"]).run(quiet=True)
-    for name in ("bat", "eel"):  # sorted between the others
+    for name in ("bat", "eel"):  # between the other classes in sorted order
         animals.draw(name)
     grown = animals.load(
         {**TASKS, "three": ["bat", "eel"]}, ["ant", "bat", "bee", "cat", "dog", "eel"]
@@ -104,7 +104,7 @@ def test_a_new_class_runs_its_own_task_alone(
     plan = grown.plan().set_index("stage")
     waiting = plan[plan["reason"] == "unknown until ingest"].index
     assert {*plan.index} - {*waiting} == {"data/animals", "backbone"}
-    assert (plan["status"][waiting] == "miss").all(), "never a false hit"
+    assert (plan["status"][waiting] == "miss").all(), "an unknown stage must not be a hit"
     grown.run(quiet=True)
     done = {stage for stage, state in states(grown).items() if state == "done"}
     assert done == {
@@ -116,7 +116,7 @@ def test_a_new_class_runs_its_own_task_alone(
     assert (grown.plan()["status"] == "hit").all()
 
 
-def test_new_images_run_their_task_and_what_follows_in_a_chain(animals: Animals) -> None:
+def test_new_images_rerun_their_task_and_later_chain_tasks(animals: Animals) -> None:
     classes = ["ant", "bee", "cat", "dog"]
     animals.load(TASKS, classes).run(quiet=True)
     animals.draw("dog", 3, first=100)
@@ -132,11 +132,11 @@ def test_new_images_run_their_task_and_what_follows_in_a_chain(animals: Animals)
     animals.draw("ant", 3, first=100)
     grown.run(quiet=True)
     reused = {stage for stage, state in states(grown).items() if state == "reused"}
-    assert reused == {"backbone", "linear/two/train"}, "the head of a star's other task"
+    assert reused == {"backbone", "linear/two/train"}, "in a star, the other task must be reused"
 
 
 @pytest.mark.slow
-def test_a_corrected_label_runs_both_tasks_that_it_concerns(animals: Animals) -> None:
+def test_corrected_label_reruns_both_affected_tasks(animals: Animals) -> None:
     tasks = {"one": ["ant", "bee"], "two": ["cat", "dog"], "three": ["eel", "fox"]}
     for name in ("eel", "fox"):
         animals.draw(name)
@@ -149,7 +149,7 @@ def test_a_corrected_label_runs_both_tasks_that_it_concerns(animals: Animals) ->
     assert "linear/three/train" not in trained
 
 
-def test_results_stand_when_images_and_shards_are_gone(animals: Animals) -> None:
+def test_results_stay_valid_without_images_and_shards(animals: Animals) -> None:
     experiment = animals.load(TASKS, ["ant", "bee", "cat", "dog"])
     experiment.run(quiet=True)
     plan = experiment.plan().set_index("stage")
@@ -163,7 +163,7 @@ def test_results_stand_when_images_and_shards_are_gone(animals: Animals) -> None
     assert small_run.attempts(animals.folder / "storage") == before
 
 
-def test_images_that_fail_stop_no_other_data_set(animals: Animals, tmp_path: Path) -> None:
+def test_failed_ingest_does_not_stop_other_data_sets(animals: Animals, tmp_path: Path) -> None:
     broken = small_run.make_card(tmp_path, "a", "23")
     for path in tmp_path.glob("raw/a/*/*/*.png"):
         path.write_bytes(b"no image")
@@ -189,12 +189,15 @@ def test_a_task_of_one_class_is_refused_with_two_remedies(animals: Animals) -> N
     assert "finetune/two/train" in set(together.plan()["stage"])
 
 
-# ---- the same images, whatever lies beside them --------------------------------------------------
+# ---- the same images next to other classes -------------------------------------------------------
 @pytest.fixture(scope="module", params=[150, pytest.param(900, marks=pytest.mark.slow)])
 def alone(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Animals, dict[str, Any]]:
-    """A task of 3 or 20 MB: its shards are read in several runs."""
+    """Return a data set of 3 or 20 MB with one trained task, and the results of that task.
+
+    It is larger than 2 MiB, so that its shards are read in several ranges.
+    """
     made = Animals(tmp_path_factory.mktemp("animals"), train=request.param, side=64)
     for name in TASKS["one"]:
         made.draw(name)
@@ -205,7 +208,7 @@ def alone(
 
 
 @pytest.mark.slow
-def test_shards_of_other_sizes_train_the_same_task(alone: Any) -> None:
+def test_shard_size_does_not_change_training_results(alone: Any) -> None:
     animals, expected = alone
     animals.load({"one": TASKS["one"]}, TASKS["one"], "again", card={"shard_images": 7}).run(
         quiet=True
@@ -214,10 +217,10 @@ def test_shards_of_other_sizes_train_the_same_task(alone: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_foreign_class_changes_no_bit_of_a_task(alone: Any) -> None:
+def test_class_outside_the_task_leaves_its_results_bit_identical(alone: Any) -> None:
     animals, expected = alone
     animals.draw("asp", 50)
-    for storage in ("beside", "storage"):  # ingested at once, and appended later
+    for storage in ("beside", "storage"):  # ingested together, or appended later
         grown = animals.load({"one": TASKS["one"]}, ["ant", "asp", "bee"], storage)
         grown.run(quiet=True)
         assert contents(animals, storage, "one") == expected
@@ -251,7 +254,7 @@ def test_digests_of_classes_ignore_other_classes_and_shards() -> None:
     assert digest_classes(one, False, "other pixels") != digest_classes(one, False)
 
 
-# ---- images that are held out --------------------------------------------------------------------
+# ---- held-out images -----------------------------------------------------------------------------
 def table_of(count: int) -> pa.Table:
     draws = np.random.default_rng(0)
     digests = [draws.bytes(32).hex() for _ in range(count)]
@@ -260,7 +263,7 @@ def table_of(count: int) -> pa.Table:
 
 
 @pytest.mark.parametrize("added", [1, 100, 1000])
-def test_by_threshold_no_image_ever_changes_its_side(added: int) -> None:
+def test_threshold_hold_out_never_moves_existing_images(added: int) -> None:
     everything = table_of(100 + added)
     before = hold_out(everything.slice(0, 100), 0.2, "threshold")
     after = hold_out(everything, 0.2, "threshold")
@@ -268,7 +271,7 @@ def test_by_threshold_no_image_ever_changes_its_side(added: int) -> None:
         assert set(part["key"].to_pylist()) <= set(grown["key"].to_pylist())
 
 
-def test_by_rank_new_images_move_old_ones() -> None:
+def test_rank_hold_out_moves_existing_images_when_images_are_added() -> None:
     everything = table_of(200)
     _, before = hold_out(everything.slice(0, 100), 0.2)
     train, _ = hold_out(everything, 0.2)
@@ -284,7 +287,7 @@ def test_a_threshold_holds_out_its_share_on_average(fraction: float) -> None:
     )
 
 
-def test_test_images_of_a_card_keep_their_side(animals: Animals) -> None:
+def test_held_out_test_images_keep_their_split_when_data_grows(animals: Animals) -> None:
     shutil.rmtree(animals.raw / "test")
     for name in ("ant", "bee", "cat", "dog"):
         shutil.rmtree(animals.raw / "train" / name)

@@ -1,4 +1,4 @@
-"""Four months of data that grow: what runs, what is decoded, and what comes out."""
+"""Tests of four months of growing data: executed stages, decoded images, and results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.serve_load import server
 from pipeline.serving.client import Client
 from tests.several_nodes import wait_for
 
-# images that ingest decodes, and training stages of a star and of a chain that run, by month
+# by month: images that ingest decodes, and tasks that a star and a chain train
 DECODED = {1: 353, 2: 140, 3: 100, 4: 0}
 TRAINED = {
     "star": {1: {"second"}, 2: {"digits-2"}, 3: {"second"}, 4: {"second"}},
@@ -52,7 +52,7 @@ def test_each_month_gives_the_results_of_a_run_from_scratch(
 
 
 @pytest.mark.slow
-def test_the_server_answers_all_the_time(
+def test_server_answers_without_errors_while_data_grow(
     quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

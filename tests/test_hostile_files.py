@@ -1,5 +1,7 @@
-"""Hostile files cannot run code, reach files outside their folder, or exhaust the memory: each is
-refused with one sentence."""
+"""Tests of hostile files. Each is refused with one sentence.
+
+A hostile file must not run code, reach files outside its folder, or exhaust the memory.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 MARK = "the-code-of-a-stranger-ran"
 
 
-def test_loading_the_hostile_pickle_makes_the_mark(tmp_path: Path) -> None:
+def test_loading_the_hostile_pickle_creates_the_marker_file(tmp_path: Path) -> None:
     new_site = Site(tmp_path)
     pickle.loads(new_site.pickled())
     assert new_site.mark.exists()
@@ -67,13 +69,13 @@ def take(megabytes: int) -> str:
 
 
 @pytest.mark.slow
-def test_the_memory_that_a_process_takes_is_measured() -> None:
+def test_peak_memory_of_a_process_is_measured() -> None:
     assert costs(take, 300)[1] >= 290
 
 
 # ---- tars ----------------------------------------------------------------------------------------
 def archive(site: Site, *members: bytes, form: str = "tar") -> str:
-    """Write a tar source of two good images and these members; return the path of its config."""
+    """Write a tar source with two good images per split and these members; return its config."""
     (site.own_folder / "raw").mkdir()
     for color, split in ((0, "train"), (2, "test")):
         good = [
@@ -141,7 +143,7 @@ def test_a_hostile_tar_is_refused(
 
 
 def card_of(form: str, label: str = "label") -> Card:
-    """Return a card of two classes, whose labels may be their places."""
+    """Return a card of two classes. Labels may also be the positions of classes."""
     source = {"format": form, "label": label, "numbers": "places", "splits": {"train": "x.tar"}}
     body = {"name": "bad", "licence": "none", "classes": ["a", "b"], "source": source}
     return Card.model_validate(body)
@@ -153,17 +155,17 @@ def list_one(path: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
-def test_huge_sizes_in_the_headers_of_a_tar_take_no_memory(kind: Any, site: Any) -> None:
+def test_huge_header_sizes_of_a_tar_take_no_memory(kind: Any, site: Any) -> None:
     archive(site, member("x.cls", size=3 << 30, kind=kind))
     with open(site.own_folder / "raw" / "train.tar", "ab") as stream:
-        stream.truncate(4 << 30)  # a file of holes, so that the size is true
+        stream.truncate(4 << 30)  # a sparse file that has the claimed size
     outcome, megabytes = costs(list_one, str(site.own_folder / "raw" / "train.tar"))
     assert not outcome.startswith("!!!")
     assert megabytes < 100
 
 
 def read_in_place(path: str, label: str = "cls") -> str:
-    """Read a shard; return the samples that have no problem."""
+    """Read a shard; return the names and labels of the samples without a problem, as text."""
     card = card_of("webdataset", label)
     checker = ImageChecker(card)
     job = webdataset_format.ReadJob(card, "train", path, ("png",), label)
@@ -182,10 +184,10 @@ def write_shard(site: Site, *parts: bytes) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
-def test_huge_sizes_in_the_headers_of_a_shard_in_place_take_no_memory(kind: Any, site: Any) -> None:
+def test_huge_header_sizes_of_in_place_shards_take_no_memory(kind: Any, site: Any) -> None:
     path = write_shard(site, member("x.png", size=600 << 20, kind=kind))
     with open(path, "ab") as stream:
-        stream.truncate(700 << 20)  # a file of holes, so that the size is true
+        stream.truncate(700 << 20)  # a sparse file that has the claimed size
     outcome, megabytes = costs(read_in_place, path)
     assert not outcome.startswith("!!!")
     assert megabytes < 100
@@ -193,7 +195,7 @@ def test_huge_sizes_in_the_headers_of_a_shard_in_place_take_no_memory(kind: Any,
 
 @pytest.mark.few("read_in_place")
 @pytest.mark.parametrize("read", [list_one, read_in_place])
-def test_headers_for_all_later_members_take_no_memory(read: Any, site: Any) -> None:
+def test_global_tar_headers_take_no_memory(read: Any, site: Any) -> None:
     parts = []
     for number in range(150):
         text = f"{900_000} k{number}={'v' * 900_000}"[: 900_000 - 1] + "\n"
@@ -212,7 +214,9 @@ def test_many_long_names_of_one_member_take_no_memory(read: Any, site: Any) -> N
     assert megabytes < 80
 
 
-def test_members_without_number_take_no_memory(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_tar_members_take_no_memory(
+    site: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(webdataset_format, "CHUNK_BYTES", 1 << 16)
     path = write_shard(site, *(member(f"{number}.txt") for number in range(5_000)))
     read_in_place(path)
@@ -229,7 +233,7 @@ def test_members_without_number_take_no_memory(site: Any, monkeypatch: pytest.Mo
     "text",
     ["[" * 500_000, '{"label": ' * 100_000, '{"label": ' + "9" * 100_000 + "}", "\xff", "null"],
 )
-def test_a_hostile_json_in_a_shard_is_no_label(text: str, site: Any) -> None:
+def test_hostile_json_in_a_shard_gives_no_label(text: str, site: Any) -> None:
     bad = [member("0.png", png()), member("0.json", text.encode("latin-1"))]
     good = [member("1.png", png()), member("1.json", b'{"label": 1}')]
     path = write_shard(site, *bad, *good)
@@ -241,7 +245,7 @@ def test_a_pickle_in_a_tar_is_not_loaded(site: Any, capfd: pytest.CaptureFixture
     hidden = [member(f"a0.{ext}", site.pickled()) for ext in ("pkl", "pyd", "pickle", "pth", "npy")]
     assert cli.main(["ingest", archive(site, *hidden)]) == 0
     shards = list((site.own_folder / "storage" / "stages").glob("*/*/train-*.tar"))
-    assert len(shards) == 2, "one of each class"
+    assert len(shards) == 2, "one shard per class"
     for shard in shards:
         with tarfile.open(shard) as tar:
             assert [name.rpartition(".")[2] for name in tar.getnames()] == ["png", "txt"]
@@ -276,7 +280,7 @@ def saved(kind: str, side: int = 8, **options: Any) -> bytes:
 
 
 def sized(kind: str, at: int, form: str) -> bytes:
-    """Return a small image whose header claims 50,000 x 50,000 pixels."""
+    """Return a small image with a header that claims 50,000 x 50,000 pixels."""
     data = bytearray(saved(kind))
     data[at : at + struct.calcsize(form)] = struct.pack(form, 50_000, 50_000)
     return bytes(data)
@@ -320,7 +324,7 @@ def text_bomb(kind: bytes, head: bytes) -> bytes:
 
 
 def png_of(width: int, height: int, rows: int) -> bytes:
-    """Return a black PNG of one bit a pixel that has only the first `rows` rows."""
+    """Return a black PNG of one bit per pixel that contains only the first `rows` rows."""
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
     body = zlib.compress(bytes((1 + -(-width // 8)) * rows), 9)
     return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", body) + chunk(b"IEND", b"")
@@ -375,11 +379,11 @@ def ingest_quietly(path: str) -> int:
     return cli.main(["ingest", path])
 
 
-def test_hostile_images_are_listed_with_their_reasons_and_take_no_memory(
+def test_hostile_images_are_rejected_with_reasons_and_bounded_memory(
     site: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{site.own_folder}:{os.environ['PATH']}")
-    # what Pillow would give PostScript to
+    # Pillow would pass PostScript to this program
     (site.own_folder / "gs").write_text(f"#!/bin/sh\ntouch {site.mark}\n")
     (site.own_folder / "gs").chmod(0o755)
     for color, split in ((0, "train"), (2, "test")):
@@ -418,7 +422,7 @@ def test_complete_pngs_of_every_kind_are_accepted(mode: str, size: Any) -> None:
 
 @pytest.mark.parametrize(("bits", "color"), [(1, 0), (8, 2), (16, 6), (4, 3)])
 @pytest.mark.parametrize("size", [(1, 1), (2, 5), (9, 7), (33, 40)])
-def test_interlaced_pngs_are_accepted_and_truncated_ones_refused(
+def test_complete_interlaced_pngs_are_accepted_and_truncated_ones_refused(
     bits: int, color: int, size: Any
 ) -> None:
     total = 0
@@ -451,7 +455,7 @@ def first_frame(data: bytes) -> int:
     return len(image_checks.encode_for_storage(data, ImageLimits(50_000_000))[0])
 
 
-def test_only_one_of_thousands_of_frames_is_decoded() -> None:
+def test_only_the_first_frame_of_an_animation_is_decoded() -> None:
     frames = [Image.new("L", (64, 64), n) for n in range(2)]
     buffer = io.BytesIO()
     frames[0].save(
@@ -466,7 +470,7 @@ def test_only_one_of_thousands_of_frames_is_decoded() -> None:
     assert megabytes < 60
 
 
-def test_an_image_file_of_a_terabyte_is_listed_and_not_read(
+def test_terabyte_image_file_is_rejected_without_reading(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for color, split in ((0, "train"), (2, "test")):
@@ -565,7 +569,7 @@ def test_hostile_yaml_takes_no_memory(text: Any) -> None:
     assert megabytes < 100
 
 
-def test_usual_yaml_aliases_are_read() -> None:
+def test_ordinary_yaml_aliases_are_read() -> None:
     assert yaml_files.parse_yaml("a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: [*a, *a]", "x")[
         "b"
     ] == {"x": 3, "y": [2]}
@@ -615,7 +619,7 @@ def test_plain_words_are_read_as_in_yaml_1_2(text: Any) -> None:
     assert (type(value), value) == (type(MEANS[text]), MEANS[text])
 
 
-def test_written_yaml_reads_back_equal_under_yaml_1_1_and_1_2() -> None:
+def test_written_yaml_reads_back_equal_in_both_yaml_versions() -> None:
     values = [
         *MEANS,
         *MEANS.values(),
@@ -656,13 +660,13 @@ def config_of(site: Site, **changes: Any) -> str:
         ("train.batch_size=0x10", "batch_size", 16),
     ],
 )
-def test_numbers_and_switches_are_read_as_people_write_them(
+def test_common_spellings_of_numbers_and_booleans_are_parsed(
     override: str, key: str, value: Any, site: Any
 ) -> None:
     assert getattr(configs.load(config_of(site), [override]).train, key) == value
 
 
-def test_tracking_can_be_switched_off_by_the_word_off(site: Any) -> None:
+def test_tracking_off_disables_tracking(site: Any) -> None:
     assert not configs.load(config_of(site), ["tracking=off"]).tracking.enabled
 
 
@@ -697,7 +701,7 @@ def test_tracking_can_be_switched_off_by_the_word_off(site: Any) -> None:
         ("cluster={workers: 1, address: '127.0.0.1:99999999'}", "is not of the form host:port"),
     ],
 )
-def test_an_override_that_overflows_or_hides_something_is_refused(
+def test_overflowing_and_ambiguous_overrides_are_refused(
     override: Any, says: str, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     message = sentence(
@@ -717,7 +721,7 @@ def test_classes_can_be_named_no_and_on(site: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 10**30])
-def test_a_seed_that_numpy_does_not_take_is_refused(
+def test_class_order_seed_out_of_range_is_refused(
     seed: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     card = site.card(
@@ -726,8 +730,8 @@ def test_a_seed_that_numpy_does_not_take_is_refused(
     assert "class_order_seed is" in sentence(capfd, ["plan", site.config(card)])
 
 
-# ---- files of files ------------------------------------------------------------------------------
-def test_bases_whose_number_doubles_at_each_level_are_refused(
+# ---- configs that extend configs -----------------------------------------------------------------
+def test_exponentially_many_extended_files_are_refused(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(1, 24):
@@ -740,7 +744,7 @@ def test_bases_whose_number_doubles_at_each_level_are_refused(
     )
 
 
-def test_a_chain_of_a_thousand_bases_is_refused(
+def test_chain_of_too_many_extended_files_is_refused(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(1500):
@@ -750,7 +754,7 @@ def test_a_chain_of_a_thousand_bases_is_refused(
     )
 
 
-def test_usual_bases_are_read(site: Any) -> None:
+def test_config_with_a_few_extended_files_is_read(site: Any) -> None:
     for number in range(1, 6):
         (site.own_folder / f"{number}.yaml").write_text(
             f"extends: [{number - 1}.yaml, 0.yaml]\nkey{number}: {number}\n"
@@ -762,7 +766,7 @@ def test_usual_bases_are_read(site: Any) -> None:
     }
 
 
-def test_a_base_that_is_a_cycle_of_symbolic_links_is_refused(
+def test_extended_file_in_a_symbolic_link_cycle_is_refused(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (site.own_folder / "a.yaml").symlink_to("b.yaml")
@@ -771,7 +775,7 @@ def test_a_base_that_is_a_cycle_of_symbolic_links_is_refused(
     assert "does not exist" in sentence(capfd, ["plan", str(site.own_folder / "c.yaml")])
 
 
-# ---- files without end ---------------------------------------------------------------------------
+# ---- endless files -------------------------------------------------------------------------------
 def pipe(site: Site) -> str:
     os.mkfifo(site.own_folder / "pipe.yaml")
     return str(site.own_folder / "pipe.yaml")
@@ -821,7 +825,7 @@ def written_over(site: Site, path: str) -> str:
 
 
 def served(site: Site) -> str:
-    """A model folder with random weights and one task."""
+    """Write a model folder with random weights and one task; return its path."""
     settings = BackboneSettings(**small_run.BACKBONE)
     backbone = vit.build(settings)
     classes = ("x", "y")
@@ -865,7 +869,7 @@ def in_a_folder(site: Site, path: str, name: str) -> str:
 
 @pytest.mark.parametrize("kind", AS)
 @pytest.mark.parametrize("case", ENDLESS)
-def test_an_endless_file_is_refused_at_once(
+def test_endless_file_is_refused(
     case: Any, kind: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     make, says = ENDLESS[case]
@@ -899,7 +903,7 @@ FORMULAS = [
 ]
 
 
-def test_no_cell_of_a_table_is_a_formula() -> None:
+def test_csv_cells_are_not_spreadsheet_formulas() -> None:
     plain = {"number": -1.5, "count": -3, "text": "-1.5", "none": float("nan"), "nothing": "-"}
     rows = [{**plain, text: text} for text in FORMULAS]
     data = csv_files.as_csv(rows).decode()
@@ -913,10 +917,10 @@ def test_no_cell_of_a_table_is_a_formula() -> None:
         ]
         assert len(line) == len(plain) + len(FORMULAS)
     assert table_rows[0][: len(plain)] == ["-1.5", "-3", "-1.5", "", "-"]
-    assert len(table_rows) == len(FORMULAS), "a cell that goes over several lines is in quotes"
+    assert len(table_rows) == len(FORMULAS), "a cell of several lines must be in quotes"
 
 
-def test_file_names_are_not_formulas_in_the_list_of_rejected_images(site: Any) -> None:
+def test_file_names_in_rejected_csv_are_not_formulas(site: Any) -> None:
     card = small_run.make_card(site.own_folder, "good", "01", 3, 2, max_bad_fraction=0.9)
     (site.own_folder / "raw" / "good" / "train" / "0" / "=cmd|' !A0.png").write_bytes(b"no image")
     assert cli.main(["ingest", site.config(card)]) == 0
@@ -945,7 +949,7 @@ def no_connection(*arguments: Any, **_: Any) -> None:
 
 
 @pytest.mark.parametrize("case", BACKBONES)
-def test_plan_refuses_a_hostile_backbone_and_opens_nothing(
+def test_plan_refuses_a_hostile_backbone_without_network_access(
     case: Any, site: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket.socket, "connect", no_connection)
@@ -956,7 +960,7 @@ def test_plan_refuses_a_hostile_backbone_and_opens_nothing(
 
 
 def written(site: Site, card: str, backbone: dict[str, Any]) -> str:
-    """The path of a config with this backbone alone."""
+    """Write a config with this backbone, and return its path."""
     body = {
         **small_run.make_body(site.own_folder, {"bad": card}, ["finetune"]),
         "backbone": backbone,
@@ -980,7 +984,7 @@ def written(site: Site, card: str, backbone: dict[str, Any]) -> str:
         {"init_values": 1e-5},
     ],
 )
-def test_what_a_model_itself_takes_is_an_option(options: Any) -> None:
+def test_backbone_accepts_the_options_of_its_model(options: Any) -> None:
     settings = BackboneSettings(
         **{**small_run.BACKBONE, "options": small_run.BACKBONE["options"] | options}
     )
@@ -1071,7 +1075,7 @@ def state_said(data: bytes) -> str:
 @pytest.mark.parametrize(
     "shape", [[2**33], [2**60], [2**32, 2**32], [-8], [9], [0], [8.5], "88", None, [[8]], {"x": 1}]
 )
-def test_a_mask_whose_shape_exceeds_its_bits_is_refused_and_takes_no_memory(
+def test_mask_with_an_invalid_shape_is_refused_without_memory_use(
     shape: Any,
 ) -> None:
     outcome, megabytes = costs(state_said, state(shape))
@@ -1163,8 +1167,8 @@ def read_rows(path: str) -> str:
 
 
 @pytest.mark.parametrize("column", ["label", "image"])
-def test_rows_that_share_one_huge_value_take_the_memory_of_one_row(column: str, site: Any) -> None:
-    """A few kilobytes that hold 20 MB once, and mean 1.6 GB."""
+def test_dictionary_encoded_rows_take_the_memory_of_one_value(column: str, site: Any) -> None:
+    """The file takes a few kilobytes. It has 20 MB once, and all rows together have 1.6 GB."""
     names = pa.DictionaryArray.from_arrays(
         pa.array([0] * 80, pa.int32()), pa.array([b"a" * (20 << 20)])
     )
@@ -1218,9 +1222,9 @@ def test_cifar_pickles_with_unknown_digests_are_not_loaded(
         torchvision_format.load_data_set(str(site.own_folder), "CIFAR10", "train", False)
 
 
-# ---- columns that unfold -------------------------------------------------------------------------
+# ---- columns that expand -------------------------------------------------------------------------
 def repeated(rows: int, size: int) -> pa.Array:
-    """Return two texts of so many bytes, repeated over some rows, each stored once."""
+    """Return a column that alternates two texts of `size` bytes. Each text is stored once."""
     texts = pa.array(["a" * size, "b" * size], pa.large_string())
     return pa.DictionaryArray.from_arrays(pa.array([n % 2 for n in range(rows)], pa.int32()), texts)
 
@@ -1266,7 +1270,7 @@ def look_at(path: str) -> int:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("case", BOMBS)
-def test_a_file_that_unfolds_takes_little_memory(case: str, tmp_path: Path) -> None:
+def test_decompression_bomb_takes_little_memory(case: str, tmp_path: Path) -> None:
     suffix, write = BOMBS[case]
     path = tmp_path / f"bomb.{suffix}"
     write(path)
@@ -1277,7 +1281,7 @@ def test_a_file_that_unfolds_takes_little_memory(case: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("form", ["arrow", "parquet"])
-def test_rows_that_no_file_can_hold_are_refused(form: str, tmp_path: Path) -> None:
+def test_implausible_row_count_is_refused(form: str, tmp_path: Path) -> None:
     rows = 20_000_000
     path = tmp_path / f"a.{form}"
     table = pa.table({"image": pa.nulls(rows), "label": pa.nulls(rows)})
@@ -1290,8 +1294,8 @@ def test_rows_that_no_file_can_hold_are_refused(form: str, tmp_path: Path) -> No
         [*read_batches(str(path), ["label"])]
 
 
-def test_arrow_messages_that_cannot_be_checked_are_refused(tmp_path: Path) -> None:
-    """Arrow before 0.15 has no marker, and metadata above the limit is not read."""
+def test_legacy_and_oversized_arrow_messages_are_refused(tmp_path: Path) -> None:
+    """Messages of Arrow before 0.15 have no marker. Metadata above the limit is not read."""
     old, large = tmp_path / "old.arrow", tmp_path / "large.arrow"
     table = pa.table({"label": ["a"]})
     with pa.ipc.new_stream(

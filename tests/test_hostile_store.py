@@ -1,5 +1,7 @@
-"""A hostile store, bundle or name cannot run code, reach files outside its folder, or inject
-markup: it is refused, or read as plain text."""
+"""Tests of hostile stores, bundles and names. Each is refused, or read as plain text.
+
+They must not run code, reach files outside their folder, or inject markup.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,8 @@ from workers.storage.artifact import Artifact, compute_sha256, file_info
 
 
 # ---- shards and their index ----------------------------------------------------------------------
-def test_a_pickle_in_a_shard_of_the_store_is_not_loaded(site: Any) -> None:
-    """It is read only where the index names it, and then it is not an image."""
+def test_pickle_in_a_stored_shard_is_not_loaded(site: Any) -> None:
+    """A pickle is read only if the index names it, and then it is not an image."""
     pickled = site.pickled()
     digest = hashlib.sha256(pickled).hexdigest()
     index = rows(offset=600, bytes=len(pickled), sha256=digest, key="train/a/1")
@@ -64,7 +66,7 @@ def test_a_pickle_in_a_shard_of_the_store_is_not_loaded(site: Any) -> None:
         samples.read_bytes(0)
 
 
-def test_a_digest_of_another_length_in_an_index_is_damage_of_that_image(site: Any) -> None:
+def test_invalid_digest_in_an_index_damages_only_that_image(site: Any) -> None:
     good = hashlib.sha256(bytes(70)).hexdigest()
     for digest in ("", "0", good[:-1], good + "0", "é" * 32):
         table = [{**ROW, "sha256": good}, {**ROW, "sha256": digest, "key": "train/a/1"}]
@@ -142,7 +144,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("case", MANIFESTS)
-def test_a_manifest_that_names_files_outside_its_folder_is_invalid(case: Any, site: Any) -> None:
+def test_manifest_with_files_outside_its_folder_is_invalid(case: Any, site: Any) -> None:
     key = ingested(site)
     path = site.own_folder / key / "manifest.json"
     body = json.loads(path.read_text())
@@ -159,7 +161,7 @@ DEEP, ENDLESS = "[" * 100_000, '{"name": ' + "9" * 5000 + "}"
     [DEEP, ENDLESS, '{"a": NaN}', '"text"', "3", "null", "\ufeff{}", "{" * 1000],
     ids=lambda text: text[:8],
 )
-def test_hostile_json_is_not_read_as_a_record_and_stops_no_command(
+def test_hostile_json_records_are_ignored(
     text: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store = Store(str(site.own_folder / "storage"))
@@ -192,7 +194,7 @@ def read_one(path: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_json_file_of_gigabytes_takes_little_memory(site: Any) -> None:
+def test_huge_json_file_is_refused_with_little_memory(site: Any) -> None:
     with open(site.own_folder / "manifest.json", "wb") as stream:
         stream.truncate(4 << 30)
     outcome, megabytes = costs(read_one, str(site.own_folder / "manifest.json"))
@@ -209,9 +211,7 @@ def test_a_json_file_of_gigabytes_takes_little_memory(site: Any) -> None:
         "e00000-s000000-00000000.safetensors/../x",
     ],
 )
-def test_a_checkpoint_outside_its_folder_is_neither_loaded_nor_deleted(
-    name: str, site: Any
-) -> None:
+def test_checkpoint_outside_its_folder_is_not_loaded_or_deleted(name: str, site: Any) -> None:
     root, folder = str(site.own_folder / "stages"), site.own_folder / "checkpoints" / "k"
     folder.mkdir(parents=True)
     (site.own_folder / "checkpoints" / "k2").mkdir()
@@ -236,7 +236,7 @@ def test_a_checkpoint_outside_its_folder_is_neither_loaded_nor_deleted(
     assert (site.own_folder / "checkpoints" / "k2" / "e00000-s000000-00000000.safetensors").exists()
 
 
-def test_a_checkpoint_with_other_fields_makes_the_stage_start_again(site: Any) -> None:
+def test_checkpoint_with_unknown_fields_is_ignored(site: Any) -> None:
     folder = site.own_folder / "checkpoints" / "k"
     folder.mkdir(parents=True)
     data = safetensors.torch.save({"x": torch.zeros(1)}, {"accrete": json.dumps({"nothing": 1})})
@@ -249,7 +249,7 @@ def test_a_checkpoint_with_other_fields_makes_the_stage_start_again(site: Any) -
 @pytest.mark.parametrize(
     "key", ["../../../outside", "/etc", "a/b", "..", "<script>", "", None, 3.5, ["x"]]
 )
-def test_a_record_whose_keys_lead_out_of_the_store_is_not_read(key: Any, site: Any) -> None:
+def test_record_with_invalid_stage_keys_is_not_read(key: Any, site: Any) -> None:
     store = Store(str(site.own_folder))
     good: Any = {"name": "r", "stages": [{"id": "x", "key": "0" * 32, "step": "train"}]}
     store.save_record(good)
@@ -277,7 +277,7 @@ def test_a_record_with_an_incomplete_stage_is_not_read(stage: Any, site: Any) ->
 
 # ---- names ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "a/b", ".", "..", "", "x\ny", "x\n"])
-def test_a_card_cannot_have_a_path_as_its_name(
+def test_card_name_with_a_path_is_refused(
     name: str, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     message = sentence(
@@ -309,7 +309,7 @@ def test_a_card_with_a_nul_character_is_refused(
 
 
 @pytest.mark.parametrize("name", ["x\ny", "x\x1b[2Jy", "", "x" * 10_000, "x\u202ey"])
-def test_a_class_whose_name_cannot_be_printed_is_refused(
+def test_unprintable_class_name_is_refused(
     name: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     message = sentence(
@@ -330,7 +330,7 @@ def test_a_class_whose_name_cannot_be_printed_is_refused(
 @pytest.mark.parametrize(
     "name", ["../../outside/x", "..", "a/../b", "<script>", "$\\bad{$", "x" * 200, "c:\\x", "a b.c"]
 )
-def test_the_files_of_a_class_stay_in_their_folder_whatever_its_name(name: Any, site: Any) -> None:
+def test_hostile_class_names_give_safe_sample_keys(name: Any, site: Any) -> None:
     (site.own_folder / "raw").mkdir()
     for color, split in ((0, "train"), (4, "test")):
         images = [png(color + n) for n in range(4)]
@@ -361,9 +361,7 @@ def test_the_files_of_a_class_stay_in_their_folder_whatever_its_name(name: Any, 
     assert [samples.read_bytes(row)[:4] for row in range(4)] == [b"\x89PNG"] * 4
 
 
-def test_a_label_of_the_source_does_not_fill_the_terminal(
-    site: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_hostile_labels_are_not_printed(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     table = pa.table(
         {"image": [png(n) for n in range(4)], "label": ["a", "x" * 4000, "\x1b[2J" * 50, "b"]}
     )
@@ -395,7 +393,7 @@ def test_names_of_tasks_and_classes_are_escaped_in_a_report(
     ]
     tasks[1]["name"], tasks[2]["name"] = EVIL[0], EVIL[1]
     monkeypatch.setattr(fake_run, "TASKS", tasks)
-    monkeypatch.setattr(plots, "to_png", lambda figure: b"")  # nobody looks at the pictures
+    monkeypatch.setattr(plots, "to_png", lambda figure: b"")  # the plots are not needed
     fake_run.write(str(tmp_path / "storage"))
     record = fake_run.record()
     files = page.build_run_report(str(tmp_path / "storage"), record)
@@ -405,13 +403,13 @@ def test_names_of_tasks_and_classes_are_escaped_in_a_report(
     assert "&lt;script&gt;alert(1)" in text
 
 
-def test_cells_of_tables_are_text() -> None:
+def test_table_cells_are_escaped_in_html() -> None:
     for evil in EVIL[:4]:
         assert evil not in render_macro("table", ["x"], [[evil]], 1) or "<" not in evil
     assert NO_VALUE in render_macro("table", ["x"], [[NO_VALUE]], 1)
 
 
-def test_a_bundle_cannot_write_to_the_terminal_or_name_a_path(
+def test_bundle_with_paths_or_control_characters_is_refused(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = {"bytes": 1, "sha256": "0"}
@@ -449,14 +447,17 @@ def test_a_bundle_cannot_write_to_the_terminal_or_name_a_path(
         json.dumps({**body, "sha256": compute_sha256(body)})
     )
     assert "tasks/a.safetensors" in sentence(capfd, ["tasks", str(site.own_folder), "list"]), (
-        "a file that is not there"
+        "no error about the missing file"
     )
 
 
 # ---- model folders -------------------------------------------------------------------------------
 def model_of_a_stranger(site: Site, **changes: Any) -> str:
-    """Write a model folder whose `model.json` has these changes and a correct digest; return its
-    path."""
+    """Write a model folder with these changes of `model.json` and a correct digest.
+
+    Returns:
+        The path of the folder.
+    """
     files = {
         name: {"bytes": 1, "sha256": "0"}
         for name in ("backbone.safetensors", "tasks/a.safetensors")
@@ -484,10 +485,10 @@ def model_of_a_stranger(site: Site, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize("case", BACKBONES)
-def test_a_model_folder_that_asks_for_another_backbone_is_refused(
+def test_model_folder_with_a_hostile_backbone_is_refused(
     case: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Both when a task is imported into it and when it predicts an image."""
+    """The folder is refused by `predict`, and when its method is built."""
     backbone, says = backbones(site.outside)[case]
     folder = model_of_a_stranger(site, backbone=backbone)
     (site.own_folder / "x.png").write_bytes(png())
@@ -513,7 +514,7 @@ def load_model(folder: str) -> str:
     return str(Bundle.open(folder).method())
 
 
-def test_cards_of_the_repository_are_read() -> None:
+def test_class_names_of_shipped_cards_are_printable() -> None:
     names = sorted(path.parent.name for path in CARDS.glob("*/card.yaml"))
     assert len(names) > 5
     for name in names:

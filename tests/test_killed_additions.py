@@ -1,4 +1,4 @@
-"""`add` is killed at any moment and given again: nothing is lost, and the model folder is whole."""
+"""Tests of `add` that is killed at any moment and then run again: nothing is lost or damaged."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests import small_run
 from tests.growing_run import GrowingRun
 
 KILLS = 20
-CALLS = 100  # an `add` makes more that are durable
+CALLS = 100  # an `add` makes more durable system calls than this
 
 
 class Addition:
-    """A run with its model, and two new classes; `begin` puts all back as it was."""
+    """A run with its model, and two new classes; `begin` restores the initial state."""
 
     def __init__(self, folder: Path):
         self.saved = folder / "saved"
@@ -61,7 +61,9 @@ def addition(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", range(KILLS))
-def test_a_killed_addition_goes_on(addition: Addition, kill: int, tmp_path: Path) -> None:
+def test_killed_addition_resumes_with_equal_results(
+    addition: Addition, kill: int, tmp_path: Path
+) -> None:
     addition.begin()
     calls = 1 + kill * CALLS // KILLS
     process = small_run.start(addition.argv, tmp_path / "out", kill_before=calls)
@@ -78,7 +80,7 @@ def test_a_killed_addition_goes_on(addition: Addition, kill: int, tmp_path: Path
     assert leftovers == []
 
 
-def test_two_additions_wait_for_each_other(addition: Addition, tmp_path: Path) -> None:
+def test_concurrent_additions_run_one_after_the_other(addition: Addition, tmp_path: Path) -> None:
     addition.begin()
     outs = [tmp_path / name for name in ("first", "second")]
     processes = [small_run.start(addition.argv, out) for out in outs]

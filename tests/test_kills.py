@@ -1,6 +1,6 @@
-"""Two hundred kills of processes and nodes that take part in a run.
+"""Tests of 200 kills of processes and nodes that take part in a run.
 
-The digests of results stay the same, and no process and no half-written file is left behind.
+The digests of the results stay the same, and no process or partial file is left behind.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A folder of its own for temporary files: other tests run beside these."""
+    """Create a separate folder for temporary files, because other tests run at the same time."""
     with tempfile.TemporaryDirectory(prefix="acc", dir="/tmp") as folder:
-        monkeypatch.setenv("TMPDIR", folder)  # of the nodes that the test starts
+        monkeypatch.setenv("TMPDIR", folder)  # for the nodes that the test starts
         yield folder
 
 
 def leftovers(storage: Path, temporary: str) -> list[str]:
-    """Return what no finished run may leave behind.
+    """Return the paths that a finished run must not leave behind.
 
     These are temporary files in the storage, stages without exactly one attempt, and temporary
     files of this project in the folder `temporary`.
@@ -75,10 +75,10 @@ def leftovers(storage: Path, temporary: str) -> list[str]:
     return paths
 
 
-def test_a_run_in_one_process_is_killed_at_120_moments(
+def test_run_in_one_process_recovers_from_120_kills(
     both: Any, tmp_path: Path, temporary: str
 ) -> None:
-    """A run is killed and started again until it is done; then the next one begins."""
+    """A run is killed and started again until it is done; then the next run starts."""
     rng = random.Random(MOMENTS)
     kills = 0
     storages = 0
@@ -138,14 +138,14 @@ def test_eighty_kills_end_with_equal_digests(
             assert driver.exitcode in (0, 2), out.read_text()
             small_run.run(["run", config], storage_folder / "again.txt", temporary=temporary)
             assert done.items() <= small_run.attempts(storage_folder / "storage").items(), (
-                "a result that stood was computed again"
+                "a published result was computed again"
             )
             assert small_run.results(storage_folder / "storage") == both.expected
         assert all(kills.values()), kills
         deadline = time.monotonic() + 900
         while our_processes(nodes) and time.monotonic() < deadline:
             time.sleep(0.5)
-        assert not our_processes(nodes), "processes that only a run needs are left behind"
+        assert not our_processes(nodes), "processes of a run are left behind"
     for number in range(storages):
         assert leftovers(tmp_path / str(number) / "storage", temporary) == []
 
@@ -168,12 +168,15 @@ def has_worker(nodes: Nodes) -> bool:
 def kill_at_random(rng: random.Random, nodes: Nodes, driver: Any) -> str:
     """Kill a random process or node, up to 1.5 s after a training worker has started.
 
-    Return its kind, a key of KINDS, or "" when the driver has ended. Raise AssertionError when no
-    worker starts within 900 s.
+    Returns:
+        Its kind, a key of KINDS, or "" if the driver has ended.
+
+    Raises:
+        AssertionError: if no worker starts within 900 s.
     """
     deadline = time.monotonic() + 900
     while driver.is_alive() and not has_worker(nodes):
-        assert time.monotonic() < deadline, "no worker came up"
+        assert time.monotonic() < deadline, "no training worker started"
         time.sleep(0.1)
     driver.join(rng.uniform(0, 1.5))
     if not driver.is_alive():

@@ -1,4 +1,4 @@
-"""`accrete methods new NAME` writes a package that works."""
+"""Tests of `accrete methods new NAME`, which writes a package with a method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.config.version import CHECKOUT
 from workers.errors import UserError
 
 
-def test_the_example_is_what_the_command_writes(
+def test_example_package_equals_the_output_of_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "square"
@@ -25,7 +25,7 @@ def test_the_example_is_what_the_command_writes(
         assert (folder / path.relative_to(example)).read_text() == path.read_text()
 
 
-def test_another_name_gives_another_package(tmp_path: Path) -> None:
+def test_package_files_are_named_after_the_method(tmp_path: Path) -> None:
     paths = write_method_package("my-best.method", str(tmp_path / "new"))
     assert [str(path.relative_to(tmp_path / "new")) for path in paths] == [
         "pyproject.toml",
@@ -43,17 +43,17 @@ def test_another_name_gives_another_package(tmp_path: Path) -> None:
         ("meat", "there is a method 'meat' already; give the new one another name"),
         ("a b", "'a b' cannot be the name of a method; give a letter first"),
         ("../up", "cannot be the name of a method"),
-        ("ends-", "cannot be the name of a method"),  # no package may be called so
-        ("new", "'new' cannot be the name of a method"),  # of the command itself
+        ("ends-", "cannot be the name of a method"),  # not allowed as a package name
+        ("new", "'new' cannot be the name of a method"),  # a word of the command itself
     ],
 )
-def test_a_name_that_cannot_be_used_is_refused(name: str, words: str, tmp_path: Path) -> None:
+def test_invalid_method_name_is_refused(name: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
         write_method_package(name, str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists already; give another folder with --out"):
         write_method_package("square", str(tmp_path))
 
@@ -65,7 +65,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         (["methods", "meat", "hat"], "only `methods new NAME` takes a second name"),
     ],
 )
-def test_a_command_that_is_not_whole_is_refused(
+def test_incomplete_or_invalid_command_is_refused(
     argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 2

@@ -1,4 +1,4 @@
-"""The example of docs/new-method.md is a method that keeps its promises."""
+"""Tests of docs/new-method.md: its imports work, and its example keeps a method's promises."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMISED = (
 
 @pytest.fixture(scope="module")
 def example() -> type[Method]:
-    """The class that the page's block of Python defines."""
+    """Return the class that the first Python block of the page defines."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     module = ModuleType("norms")
     exec(compile(blocks[0], "docs/new-method.md", "exec", dont_inherit=True), module.__dict__)
@@ -40,7 +40,7 @@ def test_the_imports_of_the_page_work() -> None:
 
 
 @pytest.mark.parametrize("promise", PROMISED)
-def test_the_example_keeps(
+def test_example_method_keeps_promise(
     promise: str, example: type[Method], lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METHODS, example.name, example)

@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run as they are, use public names alone, and hold no outputs."""
+"""Tests of the notebooks in examples/: they run, use only public names, and have no outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def run(name: str, folder: Path) -> str:
-    """Run a notebook in a new process in an empty folder, on one thread; return its output."""
+    """Run a notebook in an empty folder, in a new process with one thread. Return its output."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
@@ -48,12 +48,12 @@ def run(name: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_there_are_notebooks() -> None:
+def test_first_hour_notebook_is_found() -> None:
     assert "first_hour.ipynb" in NOTEBOOKS
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_is_of_format_4_5_without_outputs(name: str) -> None:
+def test_notebook_has_format_4_5_and_no_outputs(name: str) -> None:
     body = read(name)
     assert (body["nbformat"], body["nbformat_minor"]) == (4, 5)
     assert body.keys() == {"cells", "metadata", "nbformat", "nbformat_minor"}
@@ -70,7 +70,7 @@ def test_a_notebook_is_of_format_4_5_without_outputs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_imports_public_names_alone(name: str) -> None:
+def test_notebook_uses_only_public_names(name: str) -> None:
     tree = ast.parse("\n".join(code_cells(REPOSITORY / "examples" / name)))
     for node in ast.walk(tree):
         modules: list[str] = []
@@ -82,7 +82,7 @@ def test_a_notebook_imports_public_names_alone(name: str) -> None:
             assert module.partition(".")[0] in ALLOWED, module
             assert not module.startswith("pipeline."), f"{module} is not public"
         if isinstance(node, ast.ImportFrom):
-            assert node.module != "pipeline", "names stand behind `pipeline.`"
+            assert node.module != "pipeline", "write `pipeline.NAME` instead"
         if isinstance(node, ast.Attribute):
             is_private = node.attr.startswith("_") and node.attr != "__init__"
             assert not is_private, f"{node.attr} is not public"
@@ -96,7 +96,7 @@ def test_a_notebook_is_listed_for_readers(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_hour_ends_with_a_model_that_answers(tmp_path: Path) -> None:
+def test_first_hour_notebook_ends_with_a_working_model(tmp_path: Path) -> None:
     output = run("first_hour.ipynb", tmp_path)
     assert re.search(r"^meat +0\.\d+ +0\.0+$|^\d +meat +0\.\d+ +0\.0+$", output, re.MULTILINE)
     assert "four-five" in output

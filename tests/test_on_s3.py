@@ -1,5 +1,7 @@
-"""The whole way through an S3-compatible server that makes requests fail: the same numbers as on a
-disk, and no secret anywhere."""
+"""Tests of runs on an S3-compatible server with failing requests.
+
+The results are the same as on a disk, and no secret leaks.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def config_of(reference: Reference, bucket: s3.Proxy, folder: Path, **changes: A
 def through(
     argv: list[str], bucket: s3.Proxy, folder: Path, stop_before: int = 0
 ) -> tuple[int, str]:
-    """Exit code, and what it said."""
+    """Run a command on the bucket, and return its exit code and output."""
     process = s3.start(argv, folder / "out.txt", s3.environment(bucket.port), stop_before)
     process.join(900)
     return process.exitcode, (folder / "out.txt").read_text()
@@ -42,7 +44,7 @@ def judge(reference: Reference, bucket: s3.Proxy, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_through_errors_that_pass_has_the_same_numbers(
+def test_run_with_transient_s3_errors_has_equal_results(
     reference: Any, bucket: Any, tmp_path: Path
 ) -> None:
     bucket.share = 0.05
@@ -69,7 +71,7 @@ def test_a_run_through_errors_that_pass_has_the_same_numbers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", [9, 31])
-def test_a_run_killed_in_the_middle_goes_on_with_the_same_numbers(
+def test_killed_run_resumes_with_equal_results(
     call: int, reference: Any, bucket: Any, tmp_path: Path
 ) -> None:
     bucket.share = 0.05
@@ -84,10 +86,10 @@ def test_a_run_killed_in_the_middle_goes_on_with_the_same_numbers(
 
 
 @pytest.mark.slow
-def test_few_requests_are_made_of_each_stage(reference: Any, bucket: Any, tmp_path: Path) -> None:
-    """Without checkpoints; most are the manifests of stages that a stage starts from.
+def test_each_stage_makes_few_requests(reference: Any, bucket: Any, tmp_path: Path) -> None:
+    """Most requests read the manifests of parent stages; there are no checkpoints.
 
-    The graph is made twice, before and after the data are ingested.
+    The graph is built twice, before and after the data are ingested.
     """
     body = small_run.make_body(
         tmp_path,
@@ -100,13 +102,13 @@ def test_few_requests_are_made_of_each_stage(reference: Any, bucket: Any, tmp_pa
     assert code == 0, output
     stages = len(reference.expected) + 1
     of_shards = bucket.counts(".tar")
-    assert of_shards.total() == 3 * of_shards["GET"], "written, looked up, and read"
+    assert of_shards.total() == 3 * of_shards["GET"], "each is written, looked up, and read"
     assert of_shards["GET"] == 12  # three cards, train and test, two classes: once each
     assert len(bucket.seen) - of_shards.total() < 36 * stages
 
 
 @pytest.mark.slow
-def test_a_run_on_ray_through_errors_that_pass_has_the_same_numbers(
+def test_ray_run_with_transient_s3_errors_has_equal_results(
     reference: Any, bucket: Any, tmp_path: Path
 ) -> None:
     bucket.share = 0.05
@@ -123,12 +125,12 @@ def test_a_run_on_ray_through_errors_that_pass_has_the_same_numbers(
     assert code == 0, output
     judge(reference, bucket, tmp_path)
     assert not [name for name in list_files(bucket.uri) if name.startswith("ray/")], (
-        "what Ray wrote of its own is taken away"
+        "Ray's own files are removed"
     )
 
 
 @pytest.mark.slow
-def test_the_record_lies_in_the_bucket_and_its_database_on_a_disk(
+def test_tracking_artifacts_go_to_bucket_with_database_on_disk(
     reference: Any, bucket: Any, tmp_path: Path
 ) -> None:
     config = config_of(
@@ -140,7 +142,7 @@ def test_the_record_lies_in_the_bucket_and_its_database_on_a_disk(
     bucket.share = 0.02
     code, output = through(["run", config], bucket, tmp_path)
     assert code == 0, output
-    # so small a run learns little, of which its tasks are warned
+    # so small a run learns little, so there are warnings about its tasks
     warnings = [line for line in output.splitlines() if "warning" in line.lower()]
     assert [line for line in warnings if ": task '" not in line] == []
     judge(reference, bucket, tmp_path)
@@ -151,10 +153,10 @@ def test_the_record_lies_in_the_bucket_and_its_database_on_a_disk(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not (DATA / "real7").exists(), reason="real7 is not below ACCRETE_DATA")
-def test_seven_real_tasks_through_errors_that_pass_have_the_same_numbers(
+def test_seven_real_tasks_with_transient_errors_have_equal_results(
     bucket: Any, tmp_path: Path
 ) -> None:
-    """A star and a chain on the pretrained ViT-Ti, at 32 px, in little shards."""
+    """A star and a chain on the pretrained ViT-Ti, at 32 px, in small shards."""
     bucket.share = 0.05
     methods = ["linear", "hat"]
     body = {
@@ -183,11 +185,11 @@ def test_seven_real_tasks_through_errors_that_pass_have_the_same_numbers(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_images_in_a_bucket_are_ingested_and_learned_by_a_cluster(
+def test_cluster_ingests_and_learns_images_in_a_bucket(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a cloud: a config names the bucket, its credentials come from the environment."""
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)  # for workers of Ray
+    """As in a cloud, a config names the bucket, and the environment has its credentials."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)  # for Ray workers
     monkeypatch.chdir(tmp_path)
     small_run.make_card(tmp_path, "leaves", "0123", train=30, test=10)
     client = s3.client_of(bucket.upstream)

@@ -1,8 +1,8 @@
-"""The calls that KubeRay's operator makes, against a head of Ray that asks for a token.
+"""Tests of the calls of KubeRay's operator to a Ray head node that requires a token.
 
-The operator polls these while a RayJob or a RayService goes on; where one fails, it takes the
-cluster for dead. Methods, paths, the header and the fields that it reads are those of KubeRay's
-dashboard client and its probes, versions 1.5 to 1.7.
+The operator polls these while a RayJob or a RayService runs; if a call fails, it considers the
+cluster dead. The methods, paths, header and response fields are those of KubeRay's dashboard client
+and probes, versions 1.5 to 1.7.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ JOBS = "/api/jobs/"
 
 
 class Operator:
-    """The dashboard client of the operator, with a token or without one."""
+    """The operator's dashboard client, with or without a token."""
 
     def __init__(self, port: int, token: str = "") -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -40,24 +40,24 @@ class Operator:
         )
 
     def answer(self, method: str, path: str, body: Any = None) -> Any:
-        """Return the JSON of an answer that the operator accepts."""
+        """Call the dashboard, require success, and return the JSON of the response."""
         response = self.call(method, path, body)
         assert 200 <= response.status_code <= 299, (path, response.status_code, response.text)
         return response.json() if response.text else None
 
 
 def token() -> str:
-    """Return the token that Ray's processes of this machine have."""
+    """Return the token of the Ray processes on this machine."""
     path = os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
     return os.environ.get("RAY_AUTH_TOKEN") or Path(path).read_text().strip()
 
 
 def manifest(name: str) -> Any:
-    """Return the first document of a file, which is about Ray."""
+    """Return the first document of a manifest, which is the Ray resource."""
     return next(yaml.safe_load_all((REPOSITORY / "configs" / "cluster" / name).read_text()))
 
 
-def test_the_operator_follows_a_job_and_a_service_with_the_token_alone(tmp_path: Path) -> None:
+def test_kuberay_operator_follows_job_and_service_with_token_only(tmp_path: Path) -> None:
     port = ui.find_port("127.0.0.1")
     body = small_run.make_body(
         tmp_path, small_run.make_cards(tmp_path, ["a"]), ["meat"], cluster={"workers": 1}
@@ -82,7 +82,7 @@ def is_listening(port: int) -> bool:
 
 
 def check_probes(port: int) -> None:
-    """The probes of a pod have no token."""
+    """Check the health probe of a pod, which sends no token."""
     response = Operator(port).call("GET", "/api/gcs_healthz")
     assert (response.status_code, response.text) == (200, "success")
 
@@ -95,7 +95,7 @@ def check_strangers(port: int) -> None:
 
 
 def check_job(operator: Operator, config: str) -> None:
-    """Submit the job of our manifest on a small config, and follow it to its end."""
+    """Submit the job of our manifest with a small config, and follow it until it ends."""
     entrypoint = manifest("kuberay-job.yaml")["spec"]["entrypoint"].split()
     entrypoint[0] = sys.executable
     entrypoint[-1] = config
@@ -105,7 +105,7 @@ def check_job(operator: Operator, config: str) -> None:
         "submission_id": name,
         "runtime_env": {"env_vars": {"PYTHONPATH": str(REPOSITORY)}},
     }
-    assert operator.call("GET", JOBS + name).status_code == 404, "no such job yet"
+    assert operator.call("GET", JOBS + name).status_code == 404, "the job must not exist yet"
     assert operator.answer("POST", JOBS, request)["job_id"] == name
     again = operator.call("POST", JOBS, request)
     assert again.status_code == 500
@@ -129,7 +129,7 @@ def check_job(operator: Operator, config: str) -> None:
 
 
 def check_service(operator: Operator, model: str) -> None:
-    """Deploy the application of our manifest, with a small model and one replica each."""
+    """Deploy the application of our manifest with a small model and one replica per deployment."""
     details = operator.answer("GET", f"{SERVE}?api_type=declarative")
     assert details["applications"] == {}
     serve = yaml.safe_load(manifest("kuberay-service.yaml")["spec"]["serveConfigV2"])
@@ -155,4 +155,6 @@ def check_service(operator: Operator, model: str) -> None:
     tasks = requests.get(f"http://127.0.0.1:{port}/tasks", timeout=60).json()["tasks"]
     assert [task["name"] for task in tasks] == ["a"]
     health = requests.get(f"http://127.0.0.1:{port}/-/healthz", timeout=60)
-    assert (health.status_code, health.text) == (200, "success"), "the probe of a worker pod"
+    assert (health.status_code, health.text) == (200, "success"), (
+        "the probe of a worker pod must succeed"
+    )

@@ -1,4 +1,4 @@
-"""Commands in headers of configs and on pages are accepted: they parse, and their configs fit."""
+"""Tests of the commands in config headers and docs: they parse, and their configs are valid."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLACEHOLDER = re.compile(r"[$<>]|\.\.\.|\b(?:NAME|FILE|METHOD|TASK|CONFIG|SEED)\
 
 
 def commands_of(path: Path) -> Iterator[list[str]]:
-    """Yield the arguments of the commands of a file that name a config of this repository."""
+    """Yield the arguments of each command in a file that names a config of this repository."""
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     for command in COMMAND.findall(text):
         if PLACEHOLDER.search(command):
@@ -50,12 +50,12 @@ COMMANDS = list(dict.fromkeys(shlex.join(words) for path in SOURCES for words in
 
 @cache
 def outline(settings: str) -> nn.Module:
-    """Return a backbone without weights. settings: as JSON."""
+    """Return a backbone without weights. settings: `BackboneSettings` as JSON."""
     return vit.outline(BackboneSettings.model_validate_json(settings))
 
 
 def check_methods(run: Config, folder: Path) -> None:
-    """Raise `UserError` when a method of a config does not work on its backbone."""
+    """Raise `UserError` if a method of a config does not support its backbone."""
     backbone = resolve_backbone(run, Store(str(folder)), may_connect=False).settings
     tasks = [Task(str(n), "", "", ("a", "b"), e.role) for n, e in enumerate(run.stream.tasks)]
     for method in run.methods.values():
@@ -65,7 +65,7 @@ def check_methods(run: Config, folder: Path) -> None:
         cls.check_backbone(settings, shapes, tuple(tasks))
 
 
-def test_the_commands_are_found() -> None:
+def test_printed_commands_are_found() -> None:
     assert len(COMMANDS) > 80
     assert any("resnet50" in command for command in COMMANDS)
 
@@ -88,6 +88,6 @@ def test_a_printed_command_is_accepted(
         spec.load_search_file(path, arguments.overrides)
         return
     run = config.load(path, arguments.overrides)
-    if run.backbone.weights not in ("none", "hub"):  # shapes alone, without the file
+    if run.backbone.weights not in ("none", "hub"):  # only shapes are needed
         run = config.load(path, [*arguments.overrides, "backbone.weights=none"])
     check_methods(run, tmp_path)

@@ -1,4 +1,4 @@
-"""Every command that an error about data proposes works when it is pasted."""
+"""Tests that the commands proposed in errors about data work when they are pasted."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.image_sources import NAMES, plain_csv, png, write_table
 
 
 def commands_in(sentence: str) -> list[str]:
-    """Return the commands in a sentence: what stands in backticks and has several words."""
+    """Return the commands in a sentence: the texts in backticks that have several words."""
     return [text for text in re.findall("`([^`]*)`", sentence) if " " in text]
 
 
 def paste(command: str) -> None:
-    """Do what a shell would; those parts joined by `&&` that are Accrete run in this process."""
+    """Run a shell command. Split it at `&&`; parts that call Accrete run in this process."""
     program = shlex.split(this_command())
     for part in command.split(" && "):
         words = shlex.split(part)
@@ -50,7 +50,7 @@ def refusal(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
 
 
 def config_written(capfd: pytest.CaptureFixture[str]) -> str:
-    """Return the config in the line on what to do next, which stands before that of the preview."""
+    """Return the config in the `next:` line, the second-to-last line of the output."""
     *_, next_line, last = capfd.readouterr().out.splitlines()
     assert next_line.startswith("next: ")
     assert last.startswith("preview: ")
@@ -59,7 +59,7 @@ def config_written(capfd: pytest.CaptureFixture[str]) -> str:
 
 @pytest.fixture
 def current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, with a name that a shell has to quote."""
+    """An empty working directory with a name that must be quoted in a shell."""
     folder = tmp_path / "current folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -183,7 +183,7 @@ SOURCES: list[Callable[[Path], str]] = [
 
 
 @pytest.mark.parametrize("make", SOURCES)
-def test_the_command_for_a_source_works_when_pasted(
+def test_printed_command_for_a_source_works_when_pasted(
     make: Callable[[Path], str], current: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = make(current)
@@ -195,11 +195,11 @@ def test_the_command_for_a_source_works_when_pasted(
     assert cli.main(["plan", config_written(capfd)]) == 0
 
 
-def test_a_remedy_stays_when_the_shell_pastes_it_again(
+def test_printed_remedy_works_when_pasted_twice(
     current: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     zip_file(current)
-    for _ in range(2):  # unpacked already, it is not unpacked again
+    for _ in range(2):  # the second time, the archive is already unpacked
         (command,) = commands_in(refusal(["run", "all images.zip"], capfd))
         paste(command)
 
@@ -279,7 +279,7 @@ def test_mismatched_card_gets_working_command(
     assert cli.main(["plan", config_written(capfd)]) == 0
 
 
-def test_a_source_that_is_not_there_is_answered_with_what_is_near(
+def test_error_for_missing_source_suggests_similar_path(
     current: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class_folders(current / "my-images", NAMES)

@@ -1,4 +1,4 @@
-"""The blocks of docs/notebook.md run in their order, on a small config in the place of the demo."""
+"""Run the code blocks of docs/notebook.md in order, on a small config in place of the demo."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from docs.site.pages import text_of
 from tests import small_run
 
 TASKS = ("digits-01", "digits-45")
-SPACE = {"train.lr": {"dist": "choice", "values": [1e-9, 3e-3]}}  # the first learns nothing
+SPACE = {"train.lr": {"dist": "choice", "values": [1e-9, 3e-3]}}  # the first value learns nothing
 
 
 def write_configs(folder: Path) -> None:
-    """Write a config and a search where the page names them."""
+    """Write a config and a search to the paths that the page uses."""
     cards = {name: small_run.make_card(folder, name, name[-2:]) for name in TASKS}
     body = small_run.make_body(
         folder,
@@ -37,7 +37,9 @@ def write_configs(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_code_block_of_the_notebook_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for package in ("onnxruntime", "onnxscript", "optuna"):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)

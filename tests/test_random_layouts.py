@@ -1,7 +1,7 @@
-"""Random data sets with a known truth: `init` and `ingest` never get one wrong in silence.
+"""Tests of `init` and `ingest` on random data sets with a known truth: no silent errors.
 
-A wrong label, a wrong split, an image lost without a word, or an account that does not add up fails
-the test. A refusal is not a failure, unless a usual layout is refused, or too many unusual ones.
+A wrong label, a wrong split, a lost image, or an account that does not add up fails the test. A
+refusal fails it only if the layout is usual, or if too many unusual layouts are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workers.storage.artifact import Artifact
 
 FAST_ROUNDS = 8  # layouts of each kind in `make test`
 SLOW_LAYOUTS = 1000
-MIN_UNDERSTOOD = 0.5  # of the unusual layouts
+MIN_UNDERSTOOD = 0.5  # minimum fraction of unusual layouts that are read
 REFUSED = "refused"
 RIGHT = "right"
 
@@ -46,7 +46,7 @@ def read_layout(layout: Layout, folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def problem_of_index(layout: Layout, store: str) -> str:
-    """Return how the index differs from the truth; empty if it does not."""
+    """Return a difference between the index and the truth, or "" if there is none."""
     truth = {picture.sha256: picture for picture in layout.pictures}
     seen: Counter[str] = Counter()
     for row in Shards.open(store, "key").read_index().to_pylist():
@@ -65,7 +65,7 @@ def problem_of_index(layout: Layout, store: str) -> str:
 
 
 def problem_of_account(layout: Layout, store: str) -> str:
-    """Return how the account differs from the files on the disk; empty if it does not."""
+    """Return a difference between the account and the files on disk, or "" if there is none."""
     account = Account.from_json(Artifact.need(store, "key").read(ACCOUNT))
     num_files = sum(path.is_file() for path in layout.folder.rglob("*"))
     parts = (account.used, account.rejected, account.not_read)
@@ -76,7 +76,7 @@ def problem_of_account(layout: Layout, store: str) -> str:
 def judge(
     seeds: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Counter[str], list[str]]:
-    """Return how many layouts were right or refused by whether they are unusual, and the wrong."""
+    """Return the number of layouts per kind and verdict, and a description of each wrong one."""
     verdicts: Counter[str] = Counter()
     wrong: list[str] = []
     for seed in seeds:
@@ -92,7 +92,7 @@ def judge(
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("maker", range(len(MAKERS)), ids=lambda index: MAKERS[index].__name__)
-def test_no_layout_is_read_wrong(
+def test_random_layouts_are_never_misread(
     maker: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds = range(maker, FAST_ROUNDS * len(MAKERS), len(MAKERS))
@@ -103,7 +103,7 @@ def test_no_layout_is_read_wrong(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_no_layout_of_a_thousand_is_read_wrong(
+def test_thousand_random_layouts_are_never_misread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verdicts, wrong = judge(range(1000, 1000 + SLOW_LAYOUTS), tmp_path, monkeypatch)
@@ -114,7 +114,7 @@ def test_no_layout_of_a_thousand_is_read_wrong(
     assert understood >= MIN_UNDERSTOOD * (understood + verdicts["unusual refused"])
 
 
-def test_the_judge_sees_a_wrong_label_and_a_wrong_split(
+def test_layout_checks_detect_wrong_label_split_or_file_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = make_layout(tmp_path, MAKERS.index(next(m for m in MAKERS if "plain" in m.__name__)))

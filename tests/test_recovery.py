@@ -1,5 +1,4 @@
-"""A run is killed at any moment: stored results stay, the same command resumes the run, and the
-results are those of an uninterrupted run."""
+"""Tests of interrupted runs: stored results are kept, and a resumed run has the same results."""
 
 from __future__ import annotations
 
@@ -39,8 +38,9 @@ def killed_at_a_moment(reference: Reference, folder: Path, moment: float) -> Non
 
 
 def killed_at_a_call(reference: Reference, folder: Path, call: int) -> bool:
-    """Kill a run before its n-th durable write (n is `call`), run the command again, and check the
-    results. Return whether the run made so many writes and was killed.
+    """Kill a run before durable write number `call`, run the command again, and check the results.
+
+    Returns: whether the run was killed. A run with fewer writes is not.
     """
     process = small_run.start(
         ["run", reference.config(folder)], folder / "killed.txt", kill_before=call
@@ -56,7 +56,7 @@ def killed_at_a_call(reference: Reference, folder: Path, call: int) -> bool:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("trial", range(3))
-def test_a_run_killed_at_a_random_moment_ends_with_the_same_numbers(
+def test_run_killed_at_random_time_recovers_same_results(
     trial: Any, reference: Any, tmp_path: Path
 ) -> None:
     killed_at_a_moment(
@@ -68,7 +68,7 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_same_numbers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trial", range(3))
-def test_a_run_killed_between_two_writes_ends_with_the_same_numbers(
+def test_run_killed_between_writes_recovers_same_results(
     trial: Any, reference: Any, tmp_path: Path
 ) -> None:
     assert killed_at_a_call(
@@ -78,7 +78,7 @@ def test_a_run_killed_between_two_writes_ends_with_the_same_numbers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trial", range(20))
-def test_a_run_killed_at_any_moment_ends_with_the_same_numbers(
+def test_run_killed_throughout_its_duration_recovers_same_results(
     trial: Any, reference: Any, tmp_path: Path
 ) -> None:
     killed_at_a_moment(
@@ -90,10 +90,10 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_numbers(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_run_killed_before_each_of_its_writes_ends_with_the_same_numbers(
+def test_run_killed_before_every_seventh_write_recovers_same_results(
     reference: Any, tmp_path: Path
 ) -> None:
-    """Every seventh durable write is tried, until a run ends before it is killed."""
+    """Try every seventh durable write, until a run ends before it is killed."""
     call = 1
     was_killed = True
     while was_killed:
@@ -103,9 +103,7 @@ def test_a_run_killed_before_each_of_its_writes_ends_with_the_same_numbers(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_ten_times_ends_with_the_same_numbers(
-    reference: Any, tmp_path: Path
-) -> None:
+def test_run_killed_ten_times_recovers_same_results(reference: Any, tmp_path: Path) -> None:
     """Each of the ten processes is killed a few writes later than the one before."""
     config = reference.config(tmp_path)
     before: dict[str, str] = {}
@@ -123,7 +121,7 @@ def test_a_run_that_is_killed_ten_times_ends_with_the_same_numbers(
 def test_sigterm_saves_checkpoint_and_run_resumes(reference: Any, tmp_path: Path) -> None:
     """A cluster sends SIGTERM before it preempts a machine.
 
-    Checkpoints by the clock are off, so that the signal alone makes the checkpoint.
+    Periodic checkpoints are off, so that only the signal causes a checkpoint.
     """
     longer = {
         "methods": ["meat"],
@@ -161,7 +159,7 @@ def test_sigterm_saves_checkpoint_and_run_resumes(reference: Any, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", [20, 60])
-def test_an_interrupted_run_prints_one_sentence_and_can_be_resumed(
+def test_interrupted_run_prints_one_line_and_resumes(
     call: int, reference: Any, tmp_path: Path
 ) -> None:
     process = small_run.start(
@@ -187,7 +185,7 @@ def test_an_interrupted_run_prints_one_sentence_and_can_be_resumed(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("call", [1, 3, 4, 9, 40, 90])
-def test_a_full_disk_is_reported_in_one_sentence_and_nothing_is_lost(
+def test_full_disk_prints_one_line_error_and_run_resumes(
     call: int,
     reference: Any,
     tmp_path: Path,
@@ -207,7 +205,7 @@ def test_a_full_disk_is_reported_in_one_sentence_and_nothing_is_lost(
     output = capfd.readouterr().err
     assert len(output.splitlines()) == 1
     assert "No space left on device" in output
-    assert not list((tmp_path / "storage").rglob("*.part")), "what was half written is removed"
+    assert not list((tmp_path / "storage").rglob("*.part")), "partial files must be removed"
     assert cli.main(["run", config]) == 0
     check_recovered(reference, tmp_path, {}, capfd.readouterr().out)
 
@@ -215,25 +213,24 @@ def test_a_full_disk_is_reported_in_one_sentence_and_nothing_is_lost(
 # ---- checkpoints inside a stage ------------------------------------------------------------------
 @pytest.mark.few(1)
 @pytest.mark.parametrize("crash_at", [2, 5, 6, 7, 8, 12, 15])
-def test_a_stage_goes_on_at_the_step_of_its_last_checkpoint(
+def test_crashed_stage_resumes_at_step_of_last_checkpoint(
     crash_at: int, reference: Any, tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps per epoch, two epochs: after every step but the last of an epoch's end there is a
-    checkpoint."""
+    """A stage has two epochs of three steps, and a checkpoint after every step but the last."""
     config = reference.config(tmp_path)
     with pytest.raises(Crash), steps(monkeypatch, crash_at) as first:
         cli.main(["run", config])
     with steps(monkeypatch) as second:
         assert cli.main(["run", config]) == 0
     together = [*first, *second]
-    # two classes of 20, of which 2 validate, in batches of 16
+    # two classes with 20 images each, 2 of them for validation, in batches of 16
     per_stage = 2 * -(-2 * (20 - 2) // 16)
     assert all(together.count(stage) == per_stage for stage in together), (
-        "a step was made twice or left out"
+        "a step was repeated or skipped"
     )
     assert small_run.results(tmp_path / "storage") == reference.expected
     assert not list((tmp_path / "storage" / "checkpoints").rglob("*.safetensors")), (
-        "checkpoints go when the result stands"
+        "checkpoints must be deleted after the result is stored"
     )
 
 
@@ -252,7 +249,7 @@ def test_without_checkpoints_a_stage_starts_again(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "meta"])
-def test_a_damaged_checkpoint_is_not_believed(
+def test_damaged_checkpoint_restarts_stage_from_beginning(
     harm: str, reference: Any, tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = reference.config(tmp_path)
@@ -265,14 +262,14 @@ def test_a_damaged_checkpoint_is_not_believed(
     )
     with steps(monkeypatch) as second:
         assert cli.main(["run", config]) == 0
-    assert second.count(second[0]) == 6, "the stage starts again"
+    assert second.count(second[0]) == 6, "the stage must start from the beginning"
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 
-# ---- two at once ---------------------------------------------------------------------------------
+# ---- two drivers ---------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("trial", range(2))
-def test_two_drivers_at_the_same_moment_publish_every_stage_once(
+def test_simultaneous_drivers_publish_every_stage_once(
     trial: Any, reference: Any, tmp_path: Path
 ) -> None:
     configs = [reference.config(tmp_path), reference.config(tmp_path)]
@@ -287,4 +284,4 @@ def test_two_drivers_at_the_same_moment_publish_every_stage_once(
     storage = tmp_path / "storage"
     assert small_run.results(storage) == reference.expected
     for folder in (storage / "stages").iterdir():
-        assert len(list(folder.iterdir())) == 2, f"{folder}: one attempt and its manifest"
+        assert len(list(folder.iterdir())) == 2, f"{folder} must hold one attempt and its manifest"

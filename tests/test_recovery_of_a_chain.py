@@ -1,5 +1,7 @@
-"""A class-incremental chain is killed inside each of its steps: exemplars, weights and correct
-answers are those of an uninterrupted run; and deleted evaluations run again."""
+"""Tests of a class-incremental chain that is killed inside each step, and of deleted evaluations.
+
+Exemplars, weights and correct answers must be those of an uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ from pipeline import cli
 from tests import small_run
 from tests.recovery import Reference, check_recovered, published_attempts, steps
 
-# that make a checkpoint durable: a write and a move of the tensors, a write and a move of what
-# names them
+# Calls that make a checkpoint durable: a write and a move of the tensors, then a write and a move
+# of the file that names them.
 CALLS = 4
-# calls before: a write and a move of each file of decoded images, and the deletion of its lock
+# Calls before the first checkpoint: a write and a move of each file of decoded images, and the
+# deletion of its lock.
 CACHES = {
     "train": 2 * 3,
     "herd": 1 * 3,
@@ -25,7 +28,7 @@ CACHES = {
 TRAINING = {
     "train": 2 * 3,
     "finetune": 4 * 1,
-}  # epochs, each of so many batches of 16: of 36 images and 8 exemplars, and of 8
+}  # epochs * batches of 16. An epoch has 36 images and 8 exemplars, or 8 images.
 
 
 @pytest.mark.few(1)
@@ -42,7 +45,7 @@ TRAINING = {
         ("finetune", 2, 1),
     ],
 )
-def test_a_chain_killed_inside_a_step_ends_with_the_same_digests(
+def test_chain_killed_inside_a_step_ends_with_equal_digests(
     step: str,
     done: int,
     call: int,
@@ -52,9 +55,11 @@ def test_a_chain_killed_inside_a_step_ends_with_the_same_digests(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """done: of how many training steps there is a checkpoint. The one after them is lost, before
-    its own checkpoint was written or named; of herding the result, before its first file and before
-    its manifest."""
+    """done: number of training steps with a checkpoint.
+
+    The next training step is lost, before its checkpoint was written or named. For herding, the
+    result is lost, before its first file or before its manifest.
+    """
     stage, config = f"dytox/b/{step}", chain.config(tmp_path)
     process = small_run.start(
         ["run", config],
@@ -74,10 +79,10 @@ def test_a_chain_killed_inside_a_step_ends_with_the_same_digests(
     check_recovered(chain, tmp_path, before, capsys.readouterr().out)
 
 
-def test_deleted_evaluations_run_again_with_the_same_results_and_nothing_else_runs(
+def test_only_deleted_evaluations_run_again_with_equal_results(
     chain: Reference, tmp_path: Path, quick: Any
 ) -> None:
-    """C17: evaluations are leaves."""
+    """Evaluations are leaves of the graph: no other stage depends on them."""
     config, storage = chain.copy(tmp_path), tmp_path / "storage"
     before = small_run.attempts(storage)
     for stage_id, manifest in small_run.manifests(storage).items():

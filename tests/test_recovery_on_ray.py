@@ -1,5 +1,7 @@
-"""Recovery of runs on Ray: whichever process is killed, the run ends with the same results and
-leaves no process behind."""
+"""Tests of the recovery of runs on Ray after any of their processes is killed.
+
+The run ends with the same results and leaves no process behind.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,11 @@ def test_one_ray_worker_gives_the_results_of_a_single_process(
 
 
 @pytest.mark.slow
-def test_two_ray_workers_give_the_same_results_up_to_the_order_of_sums(
-    reference: Any, tmp_path: Path
-) -> None:
-    """Gradients are summed in another order, so that weights differ in their last bits, and
-    predictions on few images."""
+def test_two_ray_workers_give_equal_results_up_to_rounding(reference: Any, tmp_path: Path) -> None:
+    """Gradients are summed in another order, so weights differ in their last bits.
+
+    Predictions may differ for a few images.
+    """
     small_run.run(["run", on_ray(reference, tmp_path, 2)], tmp_path / "out.txt")
     results = small_run.results(tmp_path / "storage")
     assert results.keys() == reference.expected.keys()
@@ -64,8 +66,10 @@ def test_two_ray_workers_give_the_same_results_up_to_the_order_of_sums(
 
 
 def compare(one: Path, two: Path, stage_id: str) -> None:
-    """Check that floating-point tensors of a stage's files are nearly equal, and that at most one
-    of a hundred mask bits differs."""
+    """Check that the tensors of a stage's files are nearly equal.
+
+    At most one of a hundred mask bits may differ.
+    """
     for file in sorted(small_run.manifests(one)[stage_id]["files"]):
         if not file.endswith(".safetensors"):
             continue
@@ -93,8 +97,7 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def gone_within(processes: list[psutil.Process], seconds: float) -> list[str]:
-    """Wait until none of the processes runs. Kill those that still do, and return their command
-    lines."""
+    """Wait until no process runs; kill the remaining ones, and return their command lines."""
     deadline = time.monotonic() + seconds
     while alive(processes) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -136,11 +139,13 @@ VICTIMS = ["driver", "worker", "tree"]
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("trial", range(4))
-def test_a_run_on_ray_ends_with_the_same_results_whichever_process_is_killed(
+def test_ray_run_recovers_from_any_killed_process(
     trial: Any, victim: Any, workers: int, reference: Any, ray_seconds: Any, tmp_path: Path
 ) -> None:
-    """24 trials. The moments are drawn from the part of the run in which workers exist. With two
-    workers the reference is what two workers give without interruption."""
+    """The 24 trials draw their moments from the part of the run in which workers exist.
+
+    With two workers, the reference is an uninterrupted run with two workers.
+    """
     config = on_ray(reference, tmp_path, workers)
     moment = random.Random(f"{MOMENTS}-{victim}-{workers}-{trial}").uniform(0.4, 1.0) * ray_seconds
     process = small_run.start(["run", config], tmp_path / "killed.txt")
@@ -164,7 +169,7 @@ def test_a_run_on_ray_ends_with_the_same_results_whichever_process_is_killed(
         process.join()
     before = published_attempts(tmp_path)
     output = small_run.run(["run", config], tmp_path / "again.txt")
-    # two agents of Ray look around once a minute
+    # two agents of Ray check only once a minute whether to exit
     assert not gone_within(family, 100), "processes of the run are left behind"
     after = small_run.attempts(tmp_path / "storage")
     assert before.items() <= after.items()
@@ -176,9 +181,11 @@ def test_a_run_on_ray_ends_with_the_same_results_whichever_process_is_killed(
 
 @pytest.mark.slow
 def test_killed_worker_and_driver_end_with_equal_digests(chain: Any, tmp_path: Path) -> None:
-    """On two workers: one of them dies while the second task is trained, after a checkpoint, and
-    the run helps itself; then all die inside its balanced step, and the same command goes on. The
-    reference is what two workers give without interruption."""
+    """One of two workers is killed after a checkpoint of the second task, and the run recovers.
+
+    Then all processes are killed in its balanced step, and the same command resumes the run. The
+    reference is an uninterrupted run with two workers.
+    """
     longer = {
         "train": {"epochs": 60},
         "methods": {"dytox": {"memory": 8, "steps": {"finetune": {"epochs": 200}}}},
@@ -225,7 +232,7 @@ def until_checkpoint(folder: Path, stage_id: str, process: Any, out: str = "kill
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["ray::QueueActor", "raylet/raylet", "gcs_server"])
-def test_a_killed_ray_is_reported_and_the_same_command_resumes_the_run(
+def test_killed_ray_is_reported_and_same_command_resumes(
     victim: str, reference: Any, tmp_path: Path
 ) -> None:
     config = on_ray(reference, tmp_path)
@@ -233,7 +240,7 @@ def test_a_killed_ray_is_reported_and_the_same_command_resumes_the_run(
     while process.is_alive() and not killed:
         if (
             len(published_attempts(tmp_path)) >= 4
-        ):  # the data and the backbone: a worker group is up
+        ):  # the data and the backbone are done: a worker group runs
             for child in descendants(process.pid):
                 with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                     if victim in " ".join(child.cmdline()):
@@ -244,7 +251,7 @@ def test_a_killed_ray_is_reported_and_the_same_command_resumes_the_run(
     output = (tmp_path / "killed.txt").read_text()
     assert killed
     assert "Traceback" not in output
-    if process.exitcode:  # without a raylet the workers that are up may well finish
+    if process.exitcode:  # without a raylet, running workers may still finish
         assert process.exitcode == 2, output
         assert output.splitlines()[-1].startswith("accrete: Ray itself broke down")
     check_recovered(
@@ -256,8 +263,8 @@ def test_a_killed_ray_is_reported_and_the_same_command_resumes_the_run(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_told_to_stop_during_ingest_ends(tmp_path: Path) -> None:
-    """As a user starts it: its process must also come to an end by itself."""
+def test_run_ends_if_terminated_during_ingest(tmp_path: Path) -> None:
+    """The run is started as by a user, and its process must also end by itself."""
     cards = {"base": small_run.make_card(tmp_path, "base", "01")}
     for name in "ab":
         cards[name] = small_run.make_card(tmp_path, name, "0123456789", train=160)
@@ -280,7 +287,7 @@ def test_a_run_that_is_told_to_stop_during_ingest_ends(tmp_path: Path) -> None:
     output = out.read_text()
     assert code == 143, output
     assert "accrete: stopped on request; " in output
-    assert not ("data/a: " in output and "data/b: " in output), "no ingest was under way"
+    assert not ("data/a: " in output and "data/b: " in output), "the stop came after both ingests"
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""`accrete remove`: what was removed leaves no trace, and the rest is as if it had never been."""
+"""Tests of `accrete remove`: no trace is left, and other results equal those of a fresh run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Zoo(Animals):
         return small_run.write_config(self.folder / "zoo.yaml", experiment.source)
 
     def trace(self, *patterns: str) -> list[Trace]:
-        """Return the traces of raw images."""
+        """Return the traces of the raw images that match the patterns."""
         return [Trace.of(path, self.raw) for pattern in patterns for path in self.raw.glob(pattern)]
 
     def card(self) -> Any:
@@ -50,7 +50,7 @@ class Zoo(Animals):
         return {entry["name"]: entry["classes"] for entry in config["stream"]["tasks"]}
 
     def results(self, storage: str = "storage", like: str = "") -> dict[str, Any]:
-        """Return the results of stages whose id holds a text."""
+        """Return the results of the stages with `like` in their id."""
         found = small_run.results(self.folder / storage)
         return {stage: body for stage, body in found.items() if like in stage}
 
@@ -81,7 +81,7 @@ def name_images(zoo: Zoo, kind: str) -> tuple[str, list[Trace]]:
 # ---- no trace is left ----------------------------------------------------------------------------
 @pytest.mark.few("class")
 @pytest.mark.parametrize("what", ["class", "task", "names", "digests"])
-def test_nothing_is_left_and_the_rest_is_as_from_scratch(
+def test_removal_leaves_no_trace_and_other_results_equal(
     what: str, zoo: Zoo, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = zoo.write()
@@ -104,7 +104,7 @@ def test_nothing_is_left_and_the_rest_is_as_from_scratch(
     assert f"{zoo.raw}" in output.partition("left to you:")[2]
     assert find_traces(folders, traces) == []
     sources = [path.read_text() for path in (zoo.folder / "storage" / "sources").iterdir()]
-    if what in ("class", "task"):  # what was remembered of them by class
+    if what in ("class", "task"):  # the notes about sources name classes
         assert not any('"bee"' in text for text in sources)
     assert zoo.results(like="linear/two/train") == before
     assert (zoo.raw / "train" / "bee" / "0001.png").exists()
@@ -129,7 +129,7 @@ def test_nothing_is_left_and_the_rest_is_as_from_scratch(
 
 
 @pytest.mark.slow
-def test_reports_and_files_in_mlflow_are_made_anew(
+def test_removal_rewrites_reports_and_mlflow_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     zoo = Zoo(tmp_path, train=6)
@@ -158,8 +158,8 @@ def test_reports_and_files_in_mlflow_are_made_anew(
     assert "there is nothing to remove" in capsys.readouterr().out
 
 
-# ---- what follows --------------------------------------------------------------------------------
-def test_a_chain_trains_what_follows_and_a_star_its_task(
+# ---- later tasks and other runs ------------------------------------------------------------------
+def test_removal_retrains_later_tasks_only_in_a_chain(
     zoo: Zoo, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = zoo.write()
@@ -176,7 +176,7 @@ def test_a_chain_trains_what_follows_and_a_star_its_task(
     assert zoo.card()["without_classes"] == ["ant"]
 
 
-def test_derived_tasks_are_written_out_first(zoo: Zoo) -> None:
+def test_removal_writes_split_tasks_to_the_config(zoo: Zoo) -> None:
     config = zoo.write()
     body = yaml.safe_load(Path(config).read_text())
     body["stream"]["tasks"] = [{"card": "animals.yaml", "name": "pets", "split": 3}]
@@ -189,7 +189,7 @@ def test_derived_tasks_are_written_out_first(zoo: Zoo) -> None:
     assert "linear/pets-1/train" not in small_run.attempts(zoo.folder / "storage")
 
 
-def test_results_that_another_run_needs_stay_and_are_listed(
+def test_results_used_by_another_run_are_kept_and_listed(
     zoo: Zoo, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = zoo.write()
@@ -205,7 +205,7 @@ def test_results_that_another_run_needs_stay_and_are_listed(
     assert small_run.attempts(zoo.folder / "storage", "other") == before
 
 
-def test_nothing_is_deleted_without_a_yes(
+def test_nothing_is_deleted_without_confirmation(
     zoo: Zoo, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = zoo.write(methods=["linear"])
@@ -233,7 +233,7 @@ def test_nothing_is_deleted_without_a_yes(
         ("--images", "test", "these are all test images of class 'bee'"),
     ],
 )
-def test_what_cannot_be_removed_changes_nothing(
+def test_refused_removal_changes_no_file(
     option: str, value: str, sentence: str, zoo: Zoo, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = zoo.write({"one": ["ant", "bee", "cow"], "two": ["cat", "dog"]})
@@ -253,7 +253,7 @@ def test_what_cannot_be_removed_changes_nothing(
     assert {path: path.read_bytes() for path in zoo.folder.glob("*.yaml")} == before
 
 
-def test_the_last_task_and_parts_of_a_folder_are_refused(
+def test_removing_the_only_task_or_a_bundle_class_is_refused(
     zoo: Zoo, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = zoo.write({"one": TASKS["one"]}, methods=["linear"])
@@ -268,7 +268,7 @@ def test_the_last_task_and_parts_of_a_folder_are_refused(
     assert "--method needs a model folder" in capsys.readouterr().err
 
 
-def test_a_list_in_another_folder_is_not_written(
+def test_list_of_removed_images_in_another_folder_is_refused(
     zoo: Zoo, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = zoo.write()
@@ -287,7 +287,7 @@ def test_a_list_in_another_folder_is_not_written(
 # ---- kills ---------------------------------------------------------------------------------------
 @pytest.mark.few(1)
 @pytest.mark.parametrize("calls", range(3, 143, 7))
-def test_a_killed_command_goes_on(calls: int, zoo: Zoo) -> None:
+def test_killed_removal_can_be_resumed(calls: int, zoo: Zoo) -> None:
     config = zoo.write(methods=["linear"])
     model = zoo.folder / "model"
     run("run", config)
@@ -308,7 +308,7 @@ def test_a_killed_command_goes_on(calls: int, zoo: Zoo) -> None:
 
 # ---- other layouts -------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["names", "digests"])
-def test_rows_of_tables_are_named_too(
+def test_images_in_tables_can_be_removed_by_row_or_digest(
     kind: str, zoo: Zoo, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows: list[dict[str, Any]] = []
@@ -335,7 +335,9 @@ def test_rows_of_tables_are_named_too(
         (table / "test" / "train.parquet").rename(table / "test" / "test.parquet")
     run("remove", config, "--images", file, "--yes")
     traces = [t for t in zoo.trace("train/*/*.png") if digest.encode() in t.texts]
-    traces = [replace(trace, texts=trace.texts[2:]) for trace in traces]  # rows have other names
+    traces = [
+        replace(trace, texts=trace.texts[2:]) for trace in traces
+    ]  # rows of a table have other names
     assert len(traces) == 1
     assert find_traces([zoo.folder / "storage"], traces) == []
     run("remove", config, "--images", file, "--yes")

@@ -1,5 +1,8 @@
-"""Run on a Ray cluster of several nodes: nodes die, are preempted or join; drivers connect from
-outside or run in parallel. The results must be those of one process."""
+"""Tests of runs on a Ray cluster of several nodes.
+
+Nodes die, are preempted or join. Drivers connect from outside or run in parallel. The results must
+be those of one process.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +56,7 @@ def working(nodes: Nodes) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_are_those_of_one_process_when_a_node_dies_and_another_joins(
-    kind: Any, references: Any, tmp_path: Path
-) -> None:
+def test_results_survive_a_lost_and_a_new_node(kind: Any, references: Any, tmp_path: Path) -> None:
     reference = references[kind]
     with nodes_up([1, 1, 1]) as nodes:
         process = small_run.start(["run", on(nodes, reference, tmp_path)], tmp_path / "out.txt")
@@ -67,8 +68,8 @@ def test_results_are_those_of_one_process_when_a_node_dies_and_another_joins(
         process.join(900)
         output = (tmp_path / "out.txt").read_text()
         assert process.exitcode == 0, output
-    # the second, where the work has gone on before Ray declares the node dead; the last, where
-    # the group was missed before that
+    # "have continued": the work continued before Ray declared the node dead. The last text: the
+    # driver missed the group before that.
     continuation = "its stages continue from their last checkpoints|its stages have continued"
     loss = f"was lost; ({continuation})|(was|may be) lost, and at most"
     assert re.search(loss, output)
@@ -82,7 +83,7 @@ def test_results_are_those_of_one_process_when_a_node_dies_and_another_joins(
 def test_preempted_stage_moves_without_losing_a_step(
     tmp_path: Path,
 ) -> None:
-    """Checkpoints by the clock are off, so that the notice alone makes a checkpoint.
+    """Periodic checkpoints are off, so that only the preemption notice makes a checkpoint.
 
     The stage has no retries.
     """
@@ -94,7 +95,7 @@ def test_preempted_stage_moves_without_losing_a_step(
             ["run", on(nodes, reference, tmp_path, checkpoint_s=0, retries=0, groups=1)],
             tmp_path / "out.txt",
         )
-        # From then on, the next task is trained.
+        # From now on, the next task is trained.
         wait_for(lambda: "hat/base/train" in published_attempts(tmp_path), 200, process)
         [node] = working(nodes)
         nodes.announce_preemption(node)
@@ -114,7 +115,7 @@ GROUP_TITLES = "Train|Cleaner|QueueActor|DatasetManager|run_worker_group"
 
 
 @pytest.mark.parametrize("moment", ["while its workers start", "while they train"])
-def test_a_killed_controller_leaves_no_reservation_and_no_process(
+def test_killed_controller_leaves_no_reservation_or_process(
     moment: str, references: Any, tmp_path: Path
 ) -> None:
     """The cluster has one CPU. If it stayed reserved, no other group could start."""
@@ -218,10 +219,10 @@ def test_submitted_job_equals_one_process_and_resumes(references: Any, tmp_path:
 def test_seven_tasks_survive_loss_of_a_node(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A node is killed while it trains, and another one is added. For a star and a chain.
+    """Kill a node while it trains, and add another one, for a star and a chain.
 
-    Print how long the runs took, how long after the kill the stage that ran was stored, and what
-    the driver logged about it.
+    The test prints the durations of the runs, the time from the kill until the interrupted stage
+    was stored, and the driver's log about the loss.
     """
     base = [
         "configs/streams/real7-64px.yaml",
@@ -243,7 +244,7 @@ def test_seven_tasks_survive_loss_of_a_node(
         checkpoints = wait_for(lambda: [*storage.glob("checkpoints/*/latest.json")], 900, process)
         lost_key = checkpoints[0].parent.name
         before = published_attempts(tmp_path / "three")
-        # A group that evaluated, or that waits for a stage, may be up on another node.
+        # Another node may have a group that has evaluated or that waits for a stage.
         nodes.kill(nodes.busiest_node("TrainWorker"))
         killed = time.time()
         nodes.add(1)

@@ -1,5 +1,5 @@
-"""The documentation site is whole: each page is in its navigation, each link leads somewhere, each
-method, setting and command has its place. Only the build itself needs Sphinx."""
+"""Tests of the documentation site: navigation, links, and entries of methods, settings, commands
+and metrics. Only the test of the build needs Sphinx."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The text of each page of the site, by its path; its files lie below `source`."""
+    """Stage the site. Return path -> text of each page; the key "" has the path of the folder."""
     folder = tmp_path_factory.mktemp("site")
     texts = {page: (folder / page).read_text() for page in stage(folder)}
     return {**texts, "": str(folder)}
 
 
 def pages_of(site: dict[str, str]) -> dict[str, str]:
-    """The pages alone."""
+    """Return the pages without the entry of the folder."""
     return {page: text for page, text in site.items() if page}
 
 
@@ -53,7 +53,7 @@ def test_every_page_is_in_the_navigation_once(site: dict[str, str]) -> None:
     assert sorted(listed) == sorted(pages_of(site))
 
 
-def test_every_link_leads_to_a_page_a_heading_or_a_file(site: dict[str, str]) -> None:
+def test_every_link_target_exists(site: dict[str, str]) -> None:
     broken = []
     for page, text in pages_of(site).items():
         for link in links_of(text, page):
@@ -66,7 +66,7 @@ def test_every_link_leads_to_a_page_a_heading_or_a_file(site: dict[str, str]) ->
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
-def test_a_method_has_a_page_with_all_that_is_known_of_it(name: str, site: dict[str, str]) -> None:
+def test_method_page_has_settings_figures_and_config_path(name: str, site: dict[str, str]) -> None:
     text = site[f"methods/{name}.md"]
     for key, _ in list_fields(METHODS[name].Settings):
         assert f"\n`{key}`\n: " in text
@@ -74,7 +74,7 @@ def test_a_method_has_a_page_with_all_that_is_known_of_it(name: str, site: dict[
     assert f"configs/methods/{name}.yaml" in text.split("## Deviations")[1]
 
 
-def test_a_name_of_a_method_leads_to_its_page(site: dict[str, str]) -> None:
+def test_method_names_link_to_their_pages(site: dict[str, str]) -> None:
     assert "[`toast_lite`](methods/toast_lite.md)" in site["methods.md"]
     assert "[`adahat`](methods/adahat.md)" in site["methods.md"]
 
@@ -86,9 +86,9 @@ def test_the_reference_names_every_command_and_setting(site: dict[str, str]) -> 
         assert f"\n`{setting}`\n: " in site["settings.md"]
 
 
-def test_the_page_on_python_has_every_public_name_with_its_types(site: dict[str, str]) -> None:
+def test_python_page_lists_every_public_name_with_types(site: dict[str, str]) -> None:
     text = site["python.md"]
-    aliases = {"ParamGroup"}  # of a dict
+    aliases = {"ParamGroup"}  # alias of a dict type, without an entry
     for name in set(pipeline.__all__) - aliases:
         assert f"\n### `{name}`\n" in text
     for line in (
@@ -129,7 +129,7 @@ def test_sections_of_a_docstring_become_lists() -> None:
     )
 
 
-def test_every_setting_says_what_it_is_for() -> None:
+def test_every_setting_has_a_description() -> None:
     silent = []
     for parts in FILES.values():
         for part in parts:
@@ -155,13 +155,13 @@ def test_every_field_of_a_manifest_is_on_the_page() -> None:
     assert [name for name in Manifest.__annotations__ if f"`{name}`" not in page] == []
 
 
-def test_a_link_to_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_to_a_missing_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("docs.site.stage.text_of", lambda source: "[x](../nowhere.py)")
     with pytest.raises(UserError, match=r"docs/README.md links to nowhere.py"):
         stage(tmp_path)
 
 
-def test_links_in_blocks_of_code_and_to_other_hosts_stay() -> None:
+def test_links_in_code_blocks_and_external_links_are_unchanged() -> None:
     text = "[a](b.md)\n```\n[c](d.md)\n```\n[e](https://f/g) [h](#i)"
     links = [link.target for link in links_of(text, "docs/README.md")]
     assert links == ["docs/b.md"]
@@ -174,13 +174,13 @@ def test_links_in_blocks_of_code_and_to_other_hosts_stay() -> None:
     [
         ("docs/README.md", "index.md"),
         ("docs/data.md", "data.md"),
-        ("docs/search.md", "searching.md"),  # search.html is Sphinx's
+        ("docs/search.md", "searching.md"),  # Sphinx itself writes search.html
         ("configs/README.md", "configs.md"),
         ("configs/RESULTS.md", "configs/RESULTS.md"),
         ("pipeline/cli/main.py", "commands.md"),
     ],
 )
-def test_pages_have_names_of_their_own(source: str, page: str) -> None:
+def test_page_names_are_derived_from_sources(source: str, page: str) -> None:
     assert page_of(source) == page
 
 
@@ -213,7 +213,7 @@ def test_the_citation_names_this_version() -> None:
 
 
 class Addresses(HTMLParser):
-    """Collects the addresses of what a page of HTML loads by itself."""
+    """Parser that collects the addresses of scripts, images, frames and style sheets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Addresses(HTMLParser):
     importlib.util.find_spec("sphinx") is None,
     reason="Sphinx is not installed in this environment; `make docs` installs it",
 )
-def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+def test_site_builds_without_warnings_or_external_resources(tmp_path: Path) -> None:
     index = build(tmp_path)
     pages = sorted(index.parent.rglob("*.html"))
     assert len(pages) > len(METHODS)

@@ -1,5 +1,5 @@
-"""`accrete launch --on slurm` on two nodes of a real Slurm: the results are those of one process,
-whatever happens to the job."""
+"""Tests of `accrete launch --on slurm` on a real Slurm with two nodes: results equal one
+process."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture(scope="module")
 def longer(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Make a run that is long enough to be interrupted."""
+    """Return a reference run that is long enough to be interrupted."""
     return Reference.made_in(tmp_path_factory.mktemp("longer"), **LONGER)
 
 
 def launch(config: str, folder: Path, *options: str) -> list[str]:
-    """Write the files for a config, and return the words behind `sbatch`."""
+    """Write the files for a config, and return the arguments for `sbatch`."""
     out = folder / "launch"
     assert (
         main(["launch", config, "--on", "slurm", "--hours", "1", "--out", str(out), *options]) == 0
@@ -48,7 +48,7 @@ def launch(config: str, folder: Path, *options: str) -> list[str]:
 
 
 def logs_of(slurm: Slurm, job: str) -> str:
-    """Return what a job printed."""
+    """Return the output of a job."""
     return "\n".join(path.read_text() for path in slurm.folder.glob(f"accrete-*-{job}*.log"))
 
 
@@ -59,8 +59,10 @@ def until_published(folder: Path, slurm: Slurm, job: str) -> None:
         time.sleep(0.2)
 
 
-def test_two_nodes_equal_one_process(slurm: Slurm, reference: Any, tmp_path: Path) -> None:
-    """Also where the job gets a part of the submitter's variables: the token reaches all nodes."""
+def test_two_slurm_nodes_give_results_of_one_process(
+    slurm: Slurm, reference: Any, tmp_path: Path
+) -> None:
+    """The token reaches all nodes, even if the job gets only some of the submitter's variables."""
     config = reference.config(tmp_path, cluster={"workers": 1, "groups": 2})
     variables = "--export=PATH,HOME,SLURM_CONF,PYTHONPATH,ACCRETE_PYTHON,ACCRETE_RAY"
     job = slurm.submit(variables, *launch(config, tmp_path))
@@ -74,15 +76,15 @@ def test_two_nodes_equal_one_process(slurm: Slurm, reference: Any, tmp_path: Pat
         assert [environment["RAY_AUTH_MODE"] for environment in raylets] == ["token"]
     slurm.wait(job, "COMPLETED")
     assert small_run.results(tmp_path / "storage") == reference.expected
-    assert not Path(f"/tmp/ray-{job}").exists(), "Ray's files are gone from the nodes"
+    assert not Path(f"/tmp/ray-{job}").exists(), "Ray's files must be deleted from the nodes"
     log = logs_of(slurm, job)
     assert "report:" in log
     assert "Ray runtime" not in log
     assert "srun:" not in log
-    assert not list(slurm.folder.glob(f"*ray-{job}*")), "neither Ray's log nor its token is left"
+    assert not list(slurm.folder.glob(f"*ray-{job}*")), "Ray's log and token must be deleted"
 
 
-def test_a_preempted_job_saves_goes_back_into_the_queue_and_goes_on(
+def test_preempted_slurm_job_saves_requeues_and_resumes(
     slurm: Slurm, longer: Reference, tmp_path: Path
 ) -> None:
     config = longer.config(tmp_path, cluster={"workers": 1})
@@ -92,16 +94,16 @@ def test_a_preempted_job_saves_goes_back_into_the_queue_and_goes_on(
     slurm.call("scancel", "--batch", "--signal=USR1", job)
     slurm.wait_for_restart(job)
     assert "stopped on request; running stages are saved" in logs_of(slurm, job)
-    time.sleep(5)  # a node refuses the job for the second in which it was put back
-    with contextlib.suppress(AssertionError):  # it may run again by now
+    time.sleep(5)  # a node refuses the job in the second in which it was requeued
+    with contextlib.suppress(AssertionError):  # it may already be running again
         slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
     slurm.wait(job, "COMPLETED")
     assert before.items() <= small_run.attempts(tmp_path / "storage").items()
     assert small_run.results(tmp_path / "storage") == longer.expected
 
 
-def test_a_run_goes_on_when_a_node_is_lost(slurm: Slurm, longer: Reference, tmp_path: Path) -> None:
-    """All processes of the node's step end at once, as when its machine fails."""
+def test_run_completes_after_losing_a_node(slurm: Slurm, longer: Reference, tmp_path: Path) -> None:
+    """All processes of the job on the node are killed, as if its machine failed."""
     config = longer.config(tmp_path, cluster={"workers": 1, "groups": 2})
     job = slurm.submit(*launch(config, tmp_path))
     until_published(tmp_path, slurm, job)
@@ -112,13 +114,13 @@ def test_a_run_goes_on_when_a_node_is_lost(slurm: Slurm, longer: Reference, tmp_
         process.kill()
     slurm.wait(job, "COMPLETED")
     log = logs_of(slurm, job)
-    # Of the second, the run may end before Ray declares the node dead.
+    # The run may end before Ray declares the node dead. Then only the second message is logged.
     assert " was lost; " in log or "their node may be lost, and" in log
     assert small_run.results(tmp_path / "storage") == longer.expected
 
 
 def of_step(process: psutil.Process, job: str, node: str) -> bool:
-    """Whether a process runs in a job on a node."""
+    """Return whether a process belongs to a job on a node."""
     try:
         variables = process.environ()
     except psutil.Error:
@@ -137,13 +139,15 @@ def test_slurm_array_job_results_are_reused(
     slurm.wait(job, "COMPLETED")
     capsys.readouterr()
     small_run.run(["run", config, "--set", "cluster.workers=0"], tmp_path / "out.txt")
-    assert "1 stages run, 25 reused" in (tmp_path / "out.txt").read_text(), "the report alone"
+    assert "1 stages run, 25 reused" in (tmp_path / "out.txt").read_text(), (
+        "only the report must run"
+    )
 
 
-def test_nodes_of_two_kinds_are_a_heterogeneous_job(
+def test_heterogeneous_job_trains_on_its_larger_node(
     slurm: Slurm, reference: Any, tmp_path: Path
 ) -> None:
-    """A rank of three CPUs has room on the second node alone, whose component Ray runs on too."""
+    """A rank with three CPUs fits only on the second node, so Ray must run on both components."""
     config = reference.config(tmp_path, cluster={"workers": 1, "cpus_per_worker": 3})
     small = ["--nodes=1", "--cpus-per-task=1", "--mem=8G"]
     large = ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=3", "--mem=8G"]

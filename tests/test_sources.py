@@ -1,5 +1,5 @@
-"""No source of this project loads a file in a way that could run code from it, listens to everybody
-unless it is told to, or uses private names of PyTorch outside the one file for them."""
+"""Static checks of the sources: no loading of files that could run code, no server that listens on
+all interfaces by default, and no private names of PyTorch outside one file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOADS = {"pickle", "dill", "joblib", "shelve", "marshal", "cPickle", "jsonpickle
 
 
 def dangers(source: str) -> list[str]:
-    """Calls by which a file could run code, as `line: what`."""
+    """Return imports and calls that could run code from a file, as `line: name`."""
     lines = []
     tree = ast.parse(source)
     safe = {
@@ -106,7 +106,7 @@ def dangers(source: str) -> list[str]:
         ("block.compile()", 0),
     ],
 )
-def test_the_scan_sees_what_could_run_code(line: str, count: int) -> None:
+def test_scan_detects_source_lines_that_could_run_code(line: str, count: int) -> None:
     assert len(dangers(line)) == count
 
 
@@ -115,11 +115,11 @@ def test_the_scan_sees_what_could_run_code(line: str, count: int) -> None:
     [*(REPOSITORY / "pipeline").rglob("*.py"), *(REPOSITORY / "workers").rglob("*.py")],
     ids=lambda path: str(path.relative_to(REPOSITORY)),
 )
-def test_no_source_loads_what_could_run_code(path: Any) -> None:
+def test_no_source_loads_data_that_could_run_code(path: Any) -> None:
     assert dangers(path.read_text()) == []
 
 
-def test_nothing_listens_to_everybody_by_default() -> None:
+def test_nothing_listens_on_all_interfaces_by_default() -> None:
     files = subprocess.run(
         ["git", "-C", str(REPOSITORY), "ls-files", "-co", "--exclude-standard"],
         capture_output=True,
@@ -144,7 +144,7 @@ TORCH_INTERNALS = "workers/data/torch_internals.py"
 
 
 def is_private_name_of_torch(name: str) -> bool:
-    """Return whether a dotted name is PyTorch's, and a part of it starts with one underscore."""
+    """Return whether a dotted name is in PyTorch and has a part with one leading underscore."""
     parts = name.split(".")
     is_private = any(part.startswith("_") and not part.startswith("__") for part in parts)
     return parts[0] == "torch" and is_private
@@ -153,7 +153,7 @@ def is_private_name_of_torch(name: str) -> bool:
 def private_names_of_torch(source: str) -> set[str]:
     """Return the private modules and names of PyTorch that a source imports or looks up."""
     tree = ast.parse(source)
-    full_names = {}  # local name -> what it was imported as
+    full_names = {}  # local name -> full name
     names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -171,7 +171,7 @@ def private_names_of_torch(source: str) -> set[str]:
             first, _, rest = ast.unparse(node).partition(".")
             names.append(f"{full_names.get(first, first)}.{rest}")
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names.append(node.value)  # import_module("torch._dynamo"), or what a mock replaces
+            names.append(node.value)  # e.g. for import_module or mock.patch
     return {name for name in names if is_private_name_of_torch(name)}
 
 
@@ -190,7 +190,7 @@ def private_names_of_torch(source: str) -> set[str]:
         ("from torch.nn import Module\nmodel._pos_embed(x)", None),
     ],
 )
-def test_the_scan_sees_private_names_of_pytorch(source: str, name: str | None) -> None:
+def test_scan_detects_private_names_of_pytorch(source: str, name: str | None) -> None:
     names = private_names_of_torch(source)
     if name is None:
         assert names == set()
@@ -198,7 +198,7 @@ def test_the_scan_sees_private_names_of_pytorch(source: str, name: str | None) -
         assert name in names
 
 
-def test_private_names_of_pytorch_stand_in_one_file_alone() -> None:
+def test_private_names_of_pytorch_occur_in_one_file() -> None:
     users = {}
     for folder in ("pipeline", "workers", "benchmarks"):
         for path in (REPOSITORY / folder).rglob("*.py"):
@@ -206,5 +206,5 @@ def test_private_names_of_pytorch_stand_in_one_file_alone() -> None:
             if names:
                 users[path.relative_to(REPOSITORY).as_posix()] = sorted(names)
     internals = users.pop(TORCH_INTERNALS)
-    assert internals, "the scan sees nothing even in the file that is for them"
+    assert internals, "the scan finds no private names even in the file that may use them"
     assert users == {}, f"move these names into {TORCH_INTERNALS}, with a contract test each"

@@ -1,5 +1,4 @@
-"""Results that stand: damage is found and made good, the same command again runs nothing, and a
-longer stream runs what is new in it."""
+"""Tests of stored results: damage, a repeated command, a longer stream, and deleted data."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ DATA = [
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("stage_id", "file"), FILES)
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
-def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(
+def test_damaged_file_is_reported_and_only_its_stage_reruns(
     harm: str,
     stage_id: Any,
     file: Any,
@@ -62,7 +61,7 @@ def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("stage_id", "file"), DATA)
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
-def test_damaged_data_is_named_left_alone_while_unneeded_and_ingested_anew_when_needed(
+def test_damaged_data_is_reingested_only_when_needed(
     harm: str,
     stage_id: Any,
     file: Any,
@@ -71,7 +70,7 @@ def test_damaged_data_is_named_left_alone_while_unneeded_and_ingested_anew_when_
     quick: Any,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its source may be gone, and most of it may be whole."""
+    """Unneeded damaged data is kept: its source may be gone, and most of it may be intact."""
     config, storage = reference.copy(tmp_path), tmp_path / "storage"
     before = small_run.attempts(storage)
     damage_file(small_run.artifact(storage, stage_id, file), harm)
@@ -88,7 +87,7 @@ def test_damaged_data_is_named_left_alone_while_unneeded_and_ingested_anew_when_
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
-def test_a_damaged_manifest_is_no_result(
+def test_damaged_manifest_reruns_its_stage(
     harm: str, reference: Any, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = reference.copy(tmp_path)
@@ -119,7 +118,7 @@ def test_a_damaged_manifest_is_no_result(
         ("data/b", "index.parquet"),
     ],
 )
-def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(
+def test_damage_found_by_a_worker_recomputes_the_damaged_stage(
     stage_id: str,
     file: str,
     reference: Any,
@@ -128,8 +127,8 @@ def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The file goes bad after the driver looked at it: the stage that reads it says so, and the one
-    that wrote it is run."""
+    """The file is damaged after the driver checked it. The stage that reads the file reports this,
+    and the stage that wrote it runs again."""
     config = reference.copy(tmp_path)
     storage = tmp_path / "storage"
     for stage in ("finetune/b/train", "finetune/b/evaluate"):
@@ -155,7 +154,7 @@ def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(
 
 
 # ---- the same command again, and a longer stream -------------------------------------------------
-def test_the_same_command_again_runs_nothing_and_says_so(
+def test_repeated_command_runs_nothing_and_says_so(
     reference: Any, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = reference.copy(tmp_path)
@@ -167,7 +166,7 @@ def test_the_same_command_again_runs_nothing_and_says_so(
 
 
 def without_data(storage: Path, folder: Path, names: str) -> None:
-    """Deletes the raw data and the shards of some cards."""
+    """Delete the raw data and the shards of some cards."""
     for name in names:
         shutil.rmtree(folder / "raw" / name)
         shutil.rmtree(storage / "stages" / small_run.manifests(storage)[f"data/{name}"]["key"])
@@ -176,10 +175,10 @@ def without_data(storage: Path, folder: Path, names: str) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("gone", ["", "a", "ab"])
-def test_an_appended_task_alone_is_run_also_when_older_data_is_gone(
+def test_only_the_appended_task_runs_even_without_older_data(
     gone: str, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A star: tasks a and b are learned and their data deleted; then c comes."""
+    """In a star, tasks a and b are trained, their data may be deleted, and task c is appended."""
     cards = small_run.make_cards(tmp_path, "ab")
     config = small_run.write_config(
         tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["meat"])
@@ -189,7 +188,7 @@ def test_an_appended_task_alone_is_run_also_when_older_data_is_gone(
     results = small_run.results(storage)
     if gone:
         without_data(storage, tmp_path, gone)
-    assert cli.main(["run", config]) == 0, "what was learned stands without its data"
+    assert cli.main(["run", config]) == 0, "results must stay valid without their data"
     assert "nothing to do" in capsys.readouterr().out
     cards |= small_run.make_cards(tmp_path, "c")
     small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["meat"]))
@@ -207,7 +206,7 @@ def test_an_appended_task_alone_is_run_also_when_older_data_is_gone(
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_classes_that_were_read_from_a_source_are_known_when_it_is_gone(
+def test_classes_read_from_a_deleted_source_stay_known(
     tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = small_run.make_card(tmp_path, "a", "23", num_classes=2)
@@ -265,7 +264,7 @@ def test_chain_continues_without_data_of_older_tasks(
     ], "the data is back"
 
 
-def test_what_has_to_learn_from_data_that_is_gone_says_so(
+def test_training_on_deleted_data_fails_with_one_line_error(
     tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cards = small_run.make_cards(tmp_path, "ab")
@@ -287,7 +286,7 @@ def test_what_has_to_learn_from_data_that_is_gone_says_so(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
-def test_data_that_cannot_be_had_again_is_not_deleted_for_a_damaged_byte(
+def test_damaged_data_without_source_is_not_deleted(
     harm: str, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cards = small_run.make_cards(tmp_path, "ab")
@@ -306,4 +305,4 @@ def test_data_that_cannot_be_had_again_is_not_deleted_for_a_damaged_byte(
     assert cli.main(["run", config]) == 2
     assert "its source" in capsys.readouterr().err
     assert shard.exists()
-    assert cli.main(["run", config]) == 0, "from now on it counts as gone"
+    assert cli.main(["run", config]) == 0, "after the failure, the data must count as missing"

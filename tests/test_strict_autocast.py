@@ -1,4 +1,4 @@
-"""Training in bf16 on the simulated device casts what CUDA casts, and keeps in fp32 what has to."""
+"""Tests of bf16 training on the simulated device: casts as on CUDA, and fp32 where required."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workers.methods import METHODS
 from workers.methods.base import Progress
 from workers.methods.finetune import FineTune
 
-# Operations of cuDNN, and one on matrices, that the header does not list.
+# cuDNN operations and one matrix operation that the header does not list.
 OUTSIDE_LISTS = {
     "_cudnn_rnn",
     "cudnn_convolution",
@@ -37,7 +37,7 @@ def attend(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x, x, x)
 
 
-# Operation -> a call with x (4, 4) in fp32 and y (4, 4) in bf16, and the type of its result.
+# Operation -> a call with x (4, 4) in fp32 and y (4, 4) in bf16, and the dtype of its result.
 RESULTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
     "matmul": (lambda x, y: x @ x, BF16),
     "linear": (lambda x, y: F.linear(x, x, x[0]), BF16),
@@ -67,9 +67,9 @@ RESULTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
     "of double": (lambda x, y: x.double() @ x.double(), torch.float64),
     "of int": (lambda x, y: x.long().sum(), torch.int64),
 }
-# Masks of attention, and of units with statistics; the others are slow.
+# Methods with attention masks, and with unit masks and statistics. The other tests are slow.
 KINDS = ("meat", "hat")
-# Kernels of norms, losses and masks. On a ViT nothing but masks takes a sigmoid.
+# Kernels of norms, losses and masks. In a ViT, only masks use a sigmoid.
 IN_FP32 = {
     "aten.native_layer_norm.default",
     "aten.native_group_norm.default",
@@ -82,10 +82,10 @@ PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default"}
 
 
 class Types(NamedTuple):
-    """The types of numbers in the training steps of a case.
+    """dtypes in the training steps of a case.
 
-    steps: by what has them: `loss`, `gradients`, `norms` and so on. kernels: by operation, of its
-    arguments. stored: by stage and name, of the tensors of its results.
+    steps: dtypes by group of tensors: `loss`, `gradients`, `parameters` and so on. kernels: dtypes
+    of arguments, by operation. stored: dtypes of the stored tensors, by stage and name.
     """
 
     steps: dict[str, set[torch.dtype]]
@@ -94,7 +94,7 @@ class Types(NamedTuple):
 
 
 class LosesPrecision(FineTune):
-    """Its loss is in bf16."""
+    """A method with a loss in bf16."""
 
     def loss(self, batch: Batch, progress: Progress) -> Any:
         loss, terms = super().loss(batch, progress)
@@ -102,19 +102,20 @@ class LosesPrecision(FineTune):
 
 
 def train_without_precision() -> Types:
-    """Train `LosesPrecision`; in the device's process."""
+    """Train `LosesPrecision`. Runs in the device's process."""
     with mock.patch.dict(METHODS, {"finetune": LosesPrecision}):
         return train(Case("finetune", "task", train={"precision": "bf16", "batch_size": 24}))
 
 
 def find_types(values: Any) -> set[torch.dtype]:
-    """Return the types of the floating-point tensors among values."""
+    """Return the dtypes of the floating-point tensors among the values."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     return {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
 
 
 def train(case: Case) -> Types:
-    """Run the stages of a case on the strict device, and note types; in the device's process."""
+    """Run the stages of a case on the strict device, and record dtypes. Runs in the device's
+    process."""
     steps: dict[str, set[torch.dtype]] = {}
     kernels: dict[str, set[torch.dtype]] = {}
     train_step = loop.train_step
@@ -151,14 +152,14 @@ def train(case: Case) -> Types:
 
 
 def read_types(data: bytes) -> dict[str, str]:
-    """Return the type of each tensor of a safetensors file by name."""
+    """Return the dtype of each tensor in a safetensors file, by name."""
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
     return {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
 
 
 def apply_under_autocast(name: str, enabled: bool = True) -> torch.dtype:
-    """Return the type of the result of RESULTS[name]; in the device's process."""
+    """Return the dtype of the result of RESULTS[name]. Runs in the device's process."""
     with strict_device():
         x = torch.ones(4, 4).to(NAME)
         with torch.autocast(NAME, BF16, enabled=enabled):
@@ -166,7 +167,7 @@ def apply_under_autocast(name: str, enabled: bool = True) -> torch.dtype:
 
 
 def refuse_loss() -> None:
-    """Take a loss that CUDA refuses under autocast; in the device's process."""
+    """Compute a loss that CUDA refuses under autocast. Runs in the device's process."""
     with strict_device(), torch.autocast(NAME, BF16):
         x = torch.ones(4).to(NAME)
         F.binary_cross_entropy(x, x)
@@ -213,7 +214,9 @@ def test_method_keeps_weights_masks_losses_and_norms_in_fp32(device: Any, method
     low = {name: found for name, found in computed.items() if found - {FP32}}
     assert not low, f"not in fp32: {low}"
     assert types.steps["loss"] == types.steps["parameters"] == {FP32}
-    assert any(BF16 in types.kernels.get(name, ()) for name in PRODUCTS), "no product is in bf16"
+    assert any(BF16 in types.kernels.get(name, ()) for name in PRODUCTS), (
+        "no matrix product is in bf16"
+    )
     assert types.stored == in_fp32.stored
 
 

@@ -1,5 +1,5 @@
-"""What a GPU would refuse, refused without one: every method in every stage on the strict device,
-and what its steps cost there."""
+"""Tests on the strict device, which refuses what a GPU would refuse: every stage of every method,
+and the number of operations, copies and reads in a training step."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from workers.methods.finetune import FineTune
 EVERY = [
     (method, scenario)
     for method, cls in METHODS.items()
-    for scenario in sorted(cls.scenarios - {"domain"})  # it has a test of its own
+    for scenario in sorted(cls.scenarios - {"domain"})  # it has its own test
 ]
-# Masks with statistics, weights that are pruned, exemplars.
+# A method with masks and statistics, a method with pruning, and a method with exemplars.
 A_FEW = ("hat-task", "packnet-task", "icarl-class")
 RECORD = (
     "record it by `PYTHONPATH=tests .venv/bin/python -m tests.on_strict_device NAME --record`, "
@@ -73,7 +73,7 @@ DATA: dict[str, dict[str, Any]] = {
     "both": {"mixup": 0.8, "cutmix": 1.0},
     "smoothing": {"smoothing": 0.1},
     "repeats": {"repeats": 3, "flip": 0.5},
-    # with a key of its own: `resident_mb` is in none
+    # `resident_mb` is not part of keys, so `val_fraction` gives this case its own key
     "streamed": {"resident_mb": 0, "val_fraction": 0.2},
 }
 TRAIN: dict[str, dict[str, Any]] = {
@@ -87,11 +87,11 @@ TRAIN: dict[str, dict[str, Any]] = {
 # ---- every method --------------------------------------------------------------------------------
 @pytest.mark.few(*A_FEW[:2])
 @pytest.mark.parametrize(("method", "scenario"), EVERY)
-def test_every_stage_of_every_method_gives_the_results_of_the_cpu(
+def test_every_method_stage_gives_the_results_of_the_cpu(
     device: Any, method: str, scenario: str
 ) -> None:
-    """train, herd, finetune, prune, ..., `finish`, evaluation, canary, resuming from a checkpoint,
-    serving."""
+    """The stages are all steps (train, herd, finetune, prune, ...), `finish`, evaluation, the
+    canary, resuming from a checkpoint, and serving."""
     counts = device.submit(on_strict_device.check, Case(method, scenario)).result()
     assert bool(counts) == METHODS[method].has_training(), "no step was counted"
     risen = sentences(counts)
@@ -113,7 +113,8 @@ def sentences(counts: dict[Step, Counts]) -> list[str]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["s_prompts", "finetune", "icarl", "ranpac", "mir", "supsup"])
 def test_scenario_domain_gives_the_results_of_the_cpu(device: Any, method: str) -> None:
-    """One head for all tasks, the largest output of several heads, and an inferred task."""
+    """The methods use one head for all tasks, the largest output of several heads, or an inferred
+    task."""
     device.submit(on_strict_device.check, Case(method, "domain")).result()
 
 
@@ -127,8 +128,8 @@ def test_other_backbones_give_the_results_of_the_cpu(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["toast", "toast_lite", "icarl", "tfm"])
-def test_a_stream_with_a_base_task_gives_the_results_of_the_cpu(device: Any, method: str) -> None:
-    """The backbone's own training, and the steps that methods have for such a task."""
+def test_stream_with_base_task_gives_the_results_of_the_cpu(device: Any, method: str) -> None:
+    """Covers the training of the backbone, and the additional steps of methods for a base task."""
     counts = device.submit(
         on_strict_device.check, Case(method, min(METHODS[method].scenarios - {"domain"}), base=True)
     ).result()
@@ -139,7 +140,8 @@ def test_a_stream_with_a_base_task_gives_the_results_of_the_cpu(device: Any, met
 @pytest.mark.few("all")
 @pytest.mark.parametrize("name", DATA)
 def test_every_augmentation_gives_the_images_of_the_cpu(device: Any, name: str) -> None:
-    """By one copy of pixels and one of small numbers, both pinned; and nothing is read back."""
+    """A training step makes at most two copies, of pixels and of small numbers, both from pinned
+    memory, and reads nothing from the device."""
     counts = device.submit(
         on_strict_device.check, Case("finetune", "task", data=DATA[name]), resume=False
     ).result()
@@ -151,7 +153,7 @@ def test_every_augmentation_gives_the_images_of_the_cpu(device: Any, name: str) 
 @pytest.mark.few("class-all")
 @pytest.mark.parametrize("data", ["resized", "all"])
 @pytest.mark.parametrize("scenario", ["task", "class"])
-def test_several_tasks_together_cost_no_further_copies(
+def test_joint_training_of_tasks_makes_no_additional_copies(
     device: Any, scenario: str, data: str
 ) -> None:
     case = Case("joint", scenario, data=DATA[data])
@@ -161,8 +163,8 @@ def test_several_tasks_together_cost_no_further_copies(
         assert step_counts.uploads <= 2
 
 
-def test_batches_that_threads_make_are_those_of_the_cpu(device: Any) -> None:
-    """Stages that are interrupted are not counted, and their batches are made ahead."""
+def test_batches_from_prefetch_threads_equal_those_of_the_cpu(device: Any) -> None:
+    """Interrupted stages are not counted, so they use prefetch threads."""
     device.submit(on_strict_device.check, Case("finetune", "task", data=DATA["all"])).result()
 
 
@@ -176,10 +178,10 @@ def test_every_way_of_training_gives_the_results_of_the_cpu(device: Any, name: s
 
 # ---- memory formats of CNNs ----------------------------------------------------------------------
 class Convolutions(NamedTuple):
-    """What the stages of a case made, and the memory formats of its convolutions.
+    """Results of the stages of a case, and the memory formats of its convolutions.
 
-    formats: pairs of whether the layer was trained, and the name of the format of its input.
-    tensors: tensors of the tasks' states by stage and name.
+    formats: pairs of (whether the layer is in training mode, memory format of its input).
+    tensors: "stage/name" -> tensor of a task's state.
     """
 
     formats: set[tuple[bool, str]]
@@ -187,14 +189,14 @@ class Convolutions(NamedTuple):
 
 
 def convolve(case: Case, device: str) -> Convolutions:
-    """Run the stages of a case in the device's process."""
+    """Run the stages of a case on a device; call in the device's process."""
     formats = set()
 
     def note(layer: nn.Module, inputs: Any) -> None:
         if isinstance(layer, nn.Conv2d):
             is_first = inputs[0].is_contiguous()
             is_last = inputs[0].is_contiguous(memory_format=torch.channels_last)
-            if is_first != is_last:  # else it has one channel or one pixel
+            if is_first != is_last:  # equal for one channel or one pixel
                 formats.add((layer.training, "channels last" if is_last else "contiguous"))
 
     with register_module_forward_pre_hook(note):
@@ -208,7 +210,7 @@ def convolve(case: Case, device: str) -> Convolutions:
 
 
 def convolve_on_device(case: Case) -> tuple[Convolutions, Convolutions]:
-    """Run a case on the strict device and on the CPU."""
+    """Run a case on the strict device and on the CPU; call in the device's process."""
     with strict_device():
         on_device = convolve(case, NAME)
     return on_device, convolve(case, "cpu")
@@ -221,7 +223,7 @@ def convolve_on_device(case: Case) -> tuple[Convolutions, Convolutions]:
         ("resnet", "tf32", {"channels last"}),
         ("resnet", "fp32", {"contiguous"}),
         ("convnext", "tf32", {"channels last"}),
-        # Its blocks permute axes, and so change the format by themselves.
+        # ConvNeXt blocks permute axes, which changes the format.
         ("convnext", "fp32", {"contiguous", "channels last"}),
     ],
 )
@@ -240,7 +242,7 @@ def test_cnn_trains_channels_last_on_tensor_cores(
 
 
 KINDS_OF_DATA = {"plain": {}, "augmented": ALL, "streamed": DATA["streamed"]}
-# Every method on every backbone, with every kind of data, and every backbone with every kind.
+# Every method with every backbone and every kind of data, and every backbone with every kind.
 PAIRS = [
     (method, scenario, backbone, [*KINDS_OF_DATA][(row + column) % len(KINDS_OF_DATA)])
     for row, (method, scenario) in enumerate(EVERY)
@@ -256,14 +258,14 @@ def test_every_method_works_with_every_backbone_and_kind_of_data(
     data = KINDS_OF_DATA[kind]
     try:
         device.submit(on_strict_device.check, Case(method, scenario, backbone, data)).result()
-    except UserError as error:  # as this method or backbone says of itself
+    except UserError as error:  # the method or the backbone does not support this case
         pytest.skip(str(error))
 
 
 # ---- the main job --------------------------------------------------------------------------------
 @pytest.fixture
 def job(tmp_path: Path) -> str:
-    """The config of a small stream."""
+    """Write the config of a small stream; return its path."""
     cards = small_run.make_cards(tmp_path, ("base", "a"))
     body = small_run.make_body(tmp_path, cards, ("meat", "finetune"), train={"epochs": 1})
     return small_run.write_config(tmp_path / "run.yaml", body)
@@ -292,30 +294,29 @@ def test_the_use_of_the_gpu_is_sampled(device: Any, job: str) -> None:
 
 
 def without_index(path: str, storages: tuple[str, str]) -> Any:
-    """In the device's process: devices are made as `torch.device("cuda")`."""
+    """Run the main job with a device without an index, like `torch.device("cuda")`; call in the
+    device's process."""
     with mock.patch.object(accelerator, "make_device", return_value=torch.device(NAME)):
         return on_strict_device.run_main_job(path, storages)
 
 
-def test_a_job_whose_device_has_no_index_is_found_out(
-    device: Any, job: str, tmp_path: Path
-) -> None:
+def test_job_whose_device_has_no_index_is_detected(device: Any, job: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="a specified index"):
         device.submit(without_index, job, (str(tmp_path / "a"), str(tmp_path / "b"))).result()
 
 
 def without_sampler(path: str) -> Any:
-    """In the device's process: the executor starts no sampler."""
+    """Wait for a sample of an executor without a sampler; call in the device's process."""
     with mock.patch.object(local, "sampling", return_value=nullcontext()):
         return on_strict_device.first_sample(path, timeout_s=1)
 
 
-def test_a_job_without_the_sampler_is_found_out(device: Any, job: str) -> None:
+def test_job_without_gpu_sampler_is_detected(device: Any, job: str) -> None:
     with pytest.raises(queue.Empty):
         device.submit(without_sampler, job).result()
 
 
-def test_one_module_knows_cuda() -> None:
+def test_only_the_accelerator_module_refers_to_cuda() -> None:
     root = Path(__file__).parents[1]
     knows = set()
     for path in (*root.glob("pipeline/**/*.py"), *root.glob("workers/**/*.py")):
@@ -398,14 +399,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def other_stream() -> tuple[Tensor, Any]:
-    """Return a tensor that another stream makes, and that stream."""
+    """Return a tensor that another stream writes, and that stream."""
     stream = accelerator.functions().Stream(torch.device(NAME, 0))
     with accelerator.functions().stream(stream):
         return torch.ones(2, device=NAME), stream
 
 
 def free_early(record: bool = False) -> None:
-    """Free a tensor of another stream that this one has used."""
+    """Free a tensor of another stream after the current stream has used it.
+
+    record: whether to call `record_stream` first, which makes this safe.
+    """
     tensor, stream = other_stream()
     this_stream = accelerator.functions().current_stream(torch.device(NAME, 0))
     this_stream.wait_stream(stream)
@@ -414,7 +418,7 @@ def free_early(record: bool = False) -> None:
         tensor.record_stream(this_stream)
 
 
-COUNTED: dict[str, tuple[Callable[[Tensor], Any], Counts]] = {  # of a tensor (4, 4) of ones
+COUNTED: dict[str, tuple[Callable[[Tensor], Any], Counts]] = {  # x: a (4, 4) tensor of ones
     "a view": (lambda x: x.t()[:2].detach(), Counts()),
     "a product": (lambda x: x @ x, Counts(ops=1)),
     "in place": (lambda x: x.mul_(2), Counts(ops=1)),
@@ -444,7 +448,7 @@ COUNTED: dict[str, tuple[Callable[[Tensor], Any], Counts]] = {  # of a tensor (4
 
 
 def refused(name: str) -> str:
-    """What the device says of REFUSED[name]; in its process."""
+    """Return the device's error for REFUSED[name]; call in the device's process."""
     try:
         with strict_device():
             REFUSED[name][0]()
@@ -454,12 +458,12 @@ def refused(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cuda_refuses_is_refused(device: Any, name: str) -> None:
+def test_operations_refused_by_cuda_are_refused(device: Any, name: str) -> None:
     assert REFUSED[name][1] in device.submit(refused, name).result()
 
 
 def allowed() -> None:
-    """What CUDA takes; in the device's process."""
+    """Check operations that CUDA allows; call in the device's process."""
     with strict_device():
         x = device_tensor(3, 2).requires_grad_()
         ((x * host() + torch.tensor(2.0)).sum() / 2).backward()
@@ -476,7 +480,7 @@ def allowed() -> None:
         stream.wait_stream(accelerator.functions().current_stream(x.device))
 
 
-def test_what_cuda_takes_is_taken(device: Any) -> None:
+def test_operations_accepted_by_cuda_are_accepted(device: Any) -> None:
     device.submit(allowed).result()
 
 
@@ -494,7 +498,7 @@ def test_operations_copies_and_reads_are_counted(device: Any, name: str) -> None
 
 
 def moved() -> None:
-    """In the device's process."""
+    """Move a network to the device and back; call in the device's process."""
     import copy
     import weakref
 
@@ -512,13 +516,13 @@ def moved() -> None:
         weight.data.numpy()
 
 
-def test_a_parameter_that_is_moved_stays_the_object_that_it_is(device: Any) -> None:
+def test_moved_parameter_stays_the_same_object(device: Any) -> None:
     device.submit(moved).result()
 
 
 # ---- methods that would stop on a GPU ------------------------------------------------------------
 class DrawsOnTheHost(FineTune):
-    """Its noise comes from a generator of the host."""
+    """A method that draws noise with a generator on the host."""
 
     def loss(self, batch: Batch, progress: Progress) -> Any:
         noise = torch.rand(
@@ -532,7 +536,7 @@ class DrawsOnTheHost(FineTune):
 
 
 class KeepsATensor(FineTune):
-    """What it makes in `__init__` is not a buffer, and stays where it was."""
+    """A method with a tensor that is not a buffer, so it stays on the host."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -543,7 +547,7 @@ class KeepsATensor(FineTune):
 
 
 class JoinsWhatItStores(FineTune):
-    """Its `finish` joins a tensor of the host with its weights."""
+    """A method with a `finish` that concatenates a tensor on the host with its weights."""
 
     def finish(self) -> Any:
         state, carried = super().finish()
@@ -553,7 +557,7 @@ class JoinsWhatItStores(FineTune):
 
 
 class LooksByNumpy(FineTune):
-    """Reads the labels as an array."""
+    """A method that converts the labels to a NumPy array."""
 
     def loss(self, batch: Batch, progress: Progress) -> Any:
         assert len(batch.labels.numpy())
@@ -561,7 +565,7 @@ class LooksByNumpy(FineTune):
 
 
 class WaitsInEveryStep(FineTune):
-    """Looks at its loss in every step."""
+    """A method that reads its loss in every step."""
 
     def loss(self, batch: Batch, progress: Progress) -> Any:
         loss, terms = super().loss(batch, progress)
@@ -575,7 +579,7 @@ BROKEN = {
 
 
 def broken(name: str) -> Any:
-    """In the device's process: `finetune` is another."""
+    """Check a broken method under the name `finetune`; call in the device's process."""
     with mock.patch.dict(
         METHODS, {"finetune": {**BROKEN, "WaitsInEveryStep": WaitsInEveryStep}[name]}
     ):
@@ -585,7 +589,7 @@ def broken(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_method_that_would_stop_on_a_gpu_is_found_out(device: Any, name: str) -> None:
+def test_method_that_would_fail_on_a_gpu_is_detected(device: Any, name: str) -> None:
     with pytest.raises((DeviceError, TypeError), match=r"devices|generator|numpy") as error:
         device.submit(broken, name).result()
     sentence = str(error.value)
@@ -594,7 +598,7 @@ def test_a_method_that_would_stop_on_a_gpu_is_found_out(device: Any, name: str) 
     assert "register them as a parameter, a buffer or a module" in sentence
 
 
-def test_a_method_that_makes_the_host_wait_is_found_out(device: Any) -> None:
+def test_method_that_makes_the_host_wait_is_detected(device: Any) -> None:
     step = ("finetune", "task", "train")
     counts = device.submit(broken, "WaitsInEveryStep").result()[step]
     bound = read_bounds()[step]

@@ -1,5 +1,7 @@
-"""A small model of each module of timm trains one step and is evaluated, or is refused in one
-sentence; golden/timm_models.json holds the models, `timm_models.REFUSED` the reasons."""
+"""Tests of timm: a small model of each module trains one step and is evaluated, or is refused.
+
+golden/timm_models.json holds the models, `timm_models.REFUSED` the reasons for a refusal.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,21 @@ from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.model import vit
 
-METHODS = ("linear", "piggyback")  # on features, and on parameters by name
+METHODS = ("linear", "piggyback")  # one uses features, the other parameters by name
 ONE_STEP: dict[str, Any] = {**OPTIMIZERS["adamw"], "epochs": 1, "batch_size": 8}
 MAX_PARAMETERS = 200_000_000
 
 
 @pytest.fixture
 def tiny_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    """A lab with four training images of each class, whose folder is deleted after the test."""
+    """Yield a lab with four training images of each class; delete its folder after the test."""
     monkeypatch.setattr(stage_lab, "PER_CLASS", {"train": 4, "test": 2})
     yield Lab(tmp_path)
     shutil.rmtree(tmp_path)
     gc.collect()
 
 
-def test_each_module_of_timm_has_a_model() -> None:
+def test_each_timm_module_has_a_pinned_model() -> None:
     listed = set(modules())
     assert set(pinned()) == listed, f"run {COMMAND}"
     assert set(REFUSED) <= listed, f"{FILE.name} has no such module"
@@ -42,7 +44,7 @@ def test_each_module_of_timm_has_a_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", sorted(pinned()))
-def test_a_model_of_a_module_learns_or_is_refused(tiny_lab: Lab, module: str) -> None:
+def test_timm_model_trains_or_is_refused(tiny_lab: Lab, module: str) -> None:
     backbone = {"crop_pct": 1.0, **pinned()[module]}
     assert backbone["name"] in timm.list_models(module=module), f"run {COMMAND}"
     if module in REFUSED:
@@ -65,5 +67,7 @@ def test_a_model_of_a_module_learns_or_is_refused(tiny_lab: Lab, module: str) ->
         assert logits.shape == (4, 2)
         assert logits.isfinite().all()
         trained = compute_task_logits(run.live(0), run.images(0), "two")
-        assert torch.allclose(trained, logits, atol=1e-4), "what is stored is what was trained"
+        assert torch.allclose(trained, logits, atol=1e-4), (
+            "the stored model must equal the trained one"
+        )
         tiny_lab.live.clear()

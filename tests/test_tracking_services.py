@@ -1,5 +1,4 @@
-"""MLflow on PostgreSQL with artifacts on an S3 server: both are taken away while a run goes on, and
-the record is whole when they are back."""
+"""Tests of MLflow on PostgreSQL and S3: the record is complete after an outage of both."""
 
 from __future__ import annotations
 
@@ -28,9 +27,9 @@ EXPERIMENT = "disturbed"
 
 @dataclass
 class Services:
-    """What a record is written to: a database, and a bucket behind a proxy that counts requests.
+    """The services of a record: a database, and a bucket behind a proxy that counts requests.
 
-    uri: of the tracking store. requests: the part of the path that requests for artifacts have.
+    uri: address of the tracking store.
     """
 
     database: postgres.Postgres
@@ -40,7 +39,7 @@ class Services:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables by which a driver reaches them: no file has a password in it."""
+        """Environment variables for a driver. No file has a password."""
         return {
             **s3.environment(self.bucket.port),
             "AWS_MAX_ATTEMPTS": "1",  # boto3 reports each failure at once
@@ -48,26 +47,25 @@ class Services:
         }
 
     def stop(self) -> None:
-        """Take both away."""
+        """Stop both services."""
         self.database.stop()
         self.server.stop()
 
     def start(self) -> None:
-        """Give both back."""
+        """Start both services again."""
         self.database.start()
         self.server.start()
 
     def count(self) -> int:
-        """Return how many requests for artifacts have been made."""
+        """Return the number of requests for artifacts so far."""
         return self.bucket.counts("mlartifacts").total()
 
 
 @contextlib.contextmanager
 def services_up(folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> Iterator[Services]:
-    """Run the services inside the context, with their addresses and keys in the environment.
+    """Context manager that runs the services and sets the environment variables.
 
-    way: `database` for a driver that writes to both itself, `server` for one that knows `mlflow
-    server` alone.
+    way: `database`: the driver writes to both services. `server`: it knows only `mlflow server`.
     """
     server = s3.Server(str(folder / "bucket.pickle"))
     server.start()
@@ -82,7 +80,7 @@ def services_up(folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> Iter
             services = Services(database, server, bucket, database.uri)
             for name, value in services.environment.items():
                 monkeypatch.setenv(name, value)
-            # MLflow keeps a client for minutes, which leads to the proxy of another test.
+            # MLflow caches S3 clients for minutes. A cached client would use another test's proxy.
             s3_artifact_repo._cached_get_s3_client.cache_clear()
             if way == "server":
                 web = MlflowServer(folder / "web", database.uri, artifacts)
@@ -99,21 +97,22 @@ def services_up(folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> Iter
 
 
 def create_experiment(uri: str, name: str, artifacts: str) -> None:
-    """Create an experiment, as a person does, whose artifacts lie in a bucket."""
+    """Create an experiment with its artifacts in a bucket, as a user would."""
     from mlflow import MlflowClient
 
     MlflowClient(uri).create_experiment(name, artifact_location=artifacts)
 
 
 def write_config(reference: Reference, folder: Path, experiment: str, **tracking: Any) -> str:
-    """Write the config of a run of some seconds with its record in an experiment."""
+    """Write the config of a run that takes some seconds and is recorded in an experiment."""
     body = small_run.make_body(folder, reference.cards, train={"epochs": 40})
     body["tracking"] = {"experiment": experiment, **tracking}
     return small_run.write_config(folder.with_name(f"{folder.name}.yaml"), body)
 
 
 def wait_for(condition: Callable[[], object], process: Any, output: Path) -> None:
-    """Wait until a condition holds; raise AssertionError when the process has ended before."""
+    """Wait until a condition holds. Raises AssertionError after 900 s, or if the process ends
+    first."""
     deadline = time.monotonic() + 900
     while not condition():
         assert process.is_alive(), output.read_text()
@@ -122,12 +121,12 @@ def wait_for(condition: Callable[[], object], process: Any, output: Path) -> Non
 
 
 def finished_stages(folder: Path) -> int:
-    """Return how many stages of the run in a folder are published."""
+    """Return the number of published stages of the run in a folder."""
     return len(list((folder / "storage" / "stages").glob("*/manifest.json")))
 
 
 def essence(recorded: dict[tuple[str, str], RecordedRun]) -> dict[tuple[str, str], Any]:
-    """Return what two records of equal runs have in common: all but times and speeds."""
+    """Return the parts of a record that are the same for equal runs: all but times and speeds."""
     common = {}
     for name, run in recorded.items():
         points = {
@@ -153,14 +152,14 @@ def essence(recorded: dict[tuple[str, str], RecordedRun]) -> dict[tuple[str, str
 
 
 def finish(process: Any, output: Path) -> str:
-    """Wait for a process that succeeds; return what it printed."""
+    """Wait for a process to succeed, and return its output."""
     process.join(900)
     assert process.exitcode == 0, output.read_text()
     return output.read_text()
 
 
 @pytest.mark.parametrize("way", ["database", "server"])
-def test_the_record_is_whole_when_both_come_back_during_the_run(
+def test_mlflow_record_is_complete_if_services_return_during_run(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     with services_up(tmp_path, monkeypatch, way) as services:
@@ -193,7 +192,7 @@ def test_the_record_is_whole_when_both_come_back_during_the_run(
     assert not any(secret in text for secret in SECRETS)
 
 
-def test_the_command_that_is_printed_writes_the_record_when_both_are_back(
+def test_printed_report_command_completes_mlflow_record_after_outage(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with services_up(tmp_path, monkeypatch, "database") as services:

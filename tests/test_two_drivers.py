@@ -1,5 +1,4 @@
-"""Two drivers run the same config on the same store at the same time: each stage is stored once,
-with the result of a single driver."""
+"""Tests of two concurrent drivers with one config and store: equal results, stored once."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def raced(reference: Reference, storage_folder: Path, between_s: float) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("race", range(2))
-def test_two_drivers_that_start_together_store_what_a_single_driver_stores(
+def test_two_simultaneous_drivers_store_results_of_one(
     race: Any, reference: Any, tmp_path: Path
 ) -> None:
     raced(reference, tmp_path, 0.0)
@@ -49,6 +48,8 @@ def test_two_drivers_that_start_together_store_what_a_single_driver_stores(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("race", range(20))
-def test_two_staggered_drivers_equal_one(race: Any, reference: Any, tmp_path: Path) -> None:
+def test_two_staggered_drivers_store_results_of_one(
+    race: Any, reference: Any, tmp_path: Path
+) -> None:
     share = random.Random(f"{MOMENTS}-race-{race}").uniform(0, 0.5)
     raced(reference, tmp_path, share * reference.seconds)

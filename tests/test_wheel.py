@@ -1,4 +1,4 @@
-"""The wheel, in an environment of its own: it has all that a checkout has."""
+"""Tests of the wheel in a separate environment: contents, commands, training, external methods."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ print(len(run.plan()), "stages")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel of this checkout, in a copy: a build leaves files behind."""
+    """Build the wheel from a copy of this checkout, because a build leaves files behind."""
     source = tmp_path_factory.mktemp("source")
     for name in BUILT_FROM:
         ignored = shutil.ignore_patterns("__pycache__")
@@ -48,7 +48,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment that has our requirements and the wheel."""
+    """Return an environment with our requirements and the wheel."""
     prefix = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(prefix, symlinks=True)
     (site_packages,) = prefix.glob("lib/python*/site-packages")
@@ -60,13 +60,13 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pip(*arguments: str) -> None:
-    """Run pip of the environment of the tests."""
+    """Run the pip of the test environment."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     subprocess.run(command, check=True, timeout=900)
 
 
 def run(environment: Path, folder: Path, *argv: str, code: int = 0, **variables: str) -> str:
-    """Run a program of an environment in a folder. Return what it printed."""
+    """Run a program of an environment in a folder, and return its output."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "ACCRETE"))}
     process = subprocess.run(
         [environment / "bin" / argv[0], *argv[1:]],
@@ -82,7 +82,7 @@ def run(environment: Path, folder: Path, *argv: str, code: int = 0, **variables:
 
 
 def write_decoys(folder: Path) -> None:
-    """Write packages of the names of ours, which must not be taken for these."""
+    """Write packages with the same names as ours, which must not be imported."""
     for name in ("pipeline", "workers"):
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text("raise ImportError('a decoy')")
@@ -116,7 +116,7 @@ def test_the_wheel_runs_in_any_folder_and_knows_shipped_configs(
 
 @pytest.mark.slow
 def test_only_the_two_packages_can_be_imported(environment: Path, tmp_path: Path) -> None:
-    """Hugging Face has a package `datasets`: `import datasets` is its own, or fails."""
+    """`import datasets` imports the package of Hugging Face, or fails."""
     origins = run(environment, tmp_path, "python", "-c", ORIGIN).split("\n")
     assert all("environment" in origin for origin in origins if origin)
     assert str(CHECKOUT) not in run(environment, tmp_path, "python", "-c", DATASETS)
@@ -138,7 +138,7 @@ def test_the_wheel_trains_on_digits(workers: int, environment: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_a_package_with_a_method_works_beside_the_wheel(environment: Path, tmp_path: Path) -> None:
-    """Its test passes, and commands, the trials of a search and a server know its method."""
+    """The package's test passes, and run, search, bundle and predict know its method."""
     text = run(environment, tmp_path, "accrete", "methods", "square", code=2)
     assert "there is no method 'square'" in text
     run(environment, tmp_path, "accrete", "methods", "new", "square")
@@ -175,7 +175,7 @@ def test_a_package_with_a_method_works_beside_the_wheel(environment: Path, tmp_p
     assert "digits-1" in run(environment, tmp_path, "accrete", "predict", *arguments)
 
 
-def test_the_environment_of_the_tests_runs_this_checkout(tmp_path: Path) -> None:
+def test_environment_of_make_setup_runs_this_checkout(tmp_path: Path) -> None:
     script = Path(sys.prefix) / "bin" / "accrete"
     if not script.exists() or (CHECKOUT / ".venv").is_symlink():
         pytest.skip("this environment was not made by `make setup` of this checkout")

@@ -1,6 +1,6 @@
-"""One small model of each module of timm, its smallest image, and why some are refused.
+"""One small model of each module of timm, with the smallest image size that it accepts.
 
-.venv/bin/python -m tests.timm_models      # derives golden/timm_models.json again, in minutes
+.venv/bin/python -m tests.timm_models      # writes golden/timm_models.json, in minutes
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from workers.model import vit
 
 FILE = Path(__file__).parent / "golden" / "timm_models.json"
 COMMAND = ".venv/bin/python -m tests.timm_models"
-# Sides of images that are tried in turn, in pixels, before the one that a model was made for.
+# Image sizes in pixels that are tried, in this order, before the default size of a model.
 SIDES = (64, 96, 128, 160, 224)
-LARGE = 60_000_000  # of more parameters, a model gets two blocks where it has a depth
-# Module -> the model to take, where the smallest one computes for minutes.
+LARGE = 60_000_000  # above this number of parameters, the depth is set to 2 if the model has one
+# Module -> replacement for a smallest model that takes minutes to run.
 INSTEAD = {"byoanet": "botnet26t_256"}
-# Module -> a part of the sentence that refuses its model; none is refused.
+# Module -> part of the error for its model. Currently, no model is refused.
 REFUSED: dict[str, str] = {}
 
 
 def modules() -> list[str]:
-    """Return the modules of timm with models; those of this project that it lists are left out."""
+    """Return the modules of timm with models, without the modules that this project registers."""
     names: list[str] = []
     for module in timm.list_modules():
         functions = [timm.model_entrypoint(name) for name in timm.list_models(module=module)]
@@ -39,7 +39,7 @@ def modules() -> list[str]:
 
 
 def smallest(module: str) -> str:
-    """Return the model of a module that has the fewest parameters; of equals, the first."""
+    """Return the model of a module with the fewest parameters; the first by name if equal."""
     if module in INSTEAD:
         return INSTEAD[module]
     sizes: dict[str, int] = {}
@@ -51,9 +51,9 @@ def smallest(module: str) -> str:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return a model's backbone section: its smallest image, and two blocks where it is large.
+    """Return the backbone section of a model: the smallest image size, and depth 2 if it is large.
 
-    One that is refused at every side gets the image that it was made for.
+    A model that is refused at every size gets its default size.
     """
     with torch.device("meta"):
         model: Any = timm.create_model(name, num_classes=0)
@@ -74,7 +74,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def pinned() -> dict[str, dict[str, Any]]:
-    """Return module -> backbone section of its model, as the file has it."""
+    """Return module -> backbone section of its model, from the file."""
     sections: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
     return sections
 

@@ -1,4 +1,4 @@
-"""Traces of images in files: their names, keys, digests and pixels, whatever holds them."""
+"""Find traces of images in files: names, keys, digests and pixels, also in packed files."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from numpy.typing import NDArray
 from PIL import Image
 
 INLINE = re.compile(rb"data:image/[a-z]+;base64,([A-Za-z0-9+/=]+)")
-SIDE = 8  # of the copies that are compared
-LIKENESS = 0.9  # correlation of two copies
+SIDE = 8  # of the compared copies, in pixels
+LIKENESS = 0.9  # minimum correlation of two copies
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What tells that a file holds an image: texts, and a small copy (SIDE, SIDE)."""
+    """The traces of an image: texts, and a small copy of its pixels (SIDE, SIDE)."""
 
     texts: tuple[bytes, ...]
     pixels: NDArray[np.float64]
 
     @classmethod
     def of(cls, path: Path, source: Path) -> Trace:
-        """Return the traces of an image file of a source of class folders."""
+        """Return the traces of an image file in a source of class folders."""
         name = path.relative_to(source).as_posix()
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         texts = [text.encode() for text in (name, name.rpartition(".")[0])]
-        decoded = np.asarray(Image.open(path).convert("RGB"))[:2].tobytes()  # in a cache
+        decoded = np.asarray(Image.open(path).convert("RGB"))[:2].tobytes()  # as in a cache
         return cls((*texts, digest.encode(), decoded), shrink(Image.open(path)))
 
 
 def shrink(image: Image.Image) -> NDArray[np.float64]:
-    """Return a small grey copy of an image, of mean 0 and norm 1; zeros for one of one colour."""
+    """Return a small grey copy of an image with mean 0 and norm 1; zeros if it has one colour."""
     small = image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
     values = np.asarray(small, np.float64)
     values = values - values.mean()
@@ -49,7 +49,7 @@ def shrink(image: Image.Image) -> NDArray[np.float64]:
 
 
 def contents(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file, and of what is packed in it."""
+    """Yield the bytes of a file and of its packed contents."""
     data = path.read_bytes()
     yield data
     if data.startswith(b"PAR1"):
@@ -66,7 +66,7 @@ def contents(path: Path) -> Iterator[bytes]:
 
 
 def pictures(data: bytes) -> Iterator[NDArray[np.float64]]:
-    """Yield a small copy of an image that some bytes are, or of each decoded image in a cache."""
+    """Yield a small copy of the image that the bytes encode, if any."""
     try:
         image = Image.open(io.BytesIO(data))
         yield shrink(image)
@@ -75,7 +75,7 @@ def pictures(data: bytes) -> Iterator[NDArray[np.float64]]:
 
 
 def find_traces(folders: list[Path], traces: list[Trace]) -> list[str]:
-    """Return a line for each file that holds a trace."""
+    """Return a line for each file and each trace found in it."""
     found: list[str] = []
     for folder in folders:
         for path in sorted(folder.rglob("*")):

@@ -1,4 +1,4 @@
-"""Two domains that look very different, stripes and colours, and steps of training on them."""
+"""Two very different domains, stripes and colours, and training steps on them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SMALL = BackboneSettings(
 )
 STRIPES = Task("stripes", "card", "", ("across", "along"))
 COLOURS = Task("colours", "card", "", ("red", "blue", "green"))
-SIZE = 24  # of a batch
+SIZE = 24  # images per batch
 
 
 def samples(task: Task, count: int, seed: int = 5) -> tuple[Tensor, Tensor]:
-    """Return noisy images (count, 3, 16, 16) and labels (count,), the classes in turn."""
+    """Return noisy images (count, 3, 16, 16) and labels (count,), which cycle over the classes."""
     labels = torch.arange(count) % task.num_classes
     images = 0.3 * torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
     if task.name == "stripes":
@@ -47,7 +47,7 @@ def batch(task: Task, step: int) -> Batch:
 
 
 class Stream:
-    """A feed with one batch per step, with what methods read of a feed."""
+    """A feed with one batch per step and the attributes that methods read."""
 
     def __init__(self, task: Task, steps: int, group: Group | None = None) -> None:
         self.task = task
@@ -87,7 +87,8 @@ def learned(
 ) -> tuple[TaskState, Carried]:
     """Return the task state and the carried state after `steps` steps on a task.
 
-    optimizer: makes an optimizer of parameter groups, by default AdamW.
+    Args:
+        optimizer: Function that builds an optimizer from parameter groups; default AdamW.
     """
     make_optimizer = optimizer or torch.optim.AdamW
     groups = begun(method, task, steps, carried, feed)

@@ -1,4 +1,4 @@
-"""A web server on this machine that gives parts of files, counts requests, and can be hostile."""
+"""A local web server that serves ranges of files, records requests, and can be hostile."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pathlib import Path
 
 
 class Server(ThreadingHTTPServer):
-    """See the module.
+    """A server for the files of a folder.
 
-    mode: "ranges"; "whole": files alone; "lies": other parts than were asked for; "endless": more
-    bytes than were asked for; "redirects": to `target`. num_failures: requests that get 503 first.
+    mode: "ranges": serve the requested range; "whole": serve complete files; "lies": name a wrong
+    range in the answer; "endless": send more bytes than requested; "redirects": redirect to
+    `target`. num_failures: number of requests that first get status 503.
     """
 
     daemon_threads = True
@@ -36,7 +37,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
+    """Handler of one request."""
 
     protocol_version = "HTTP/1.1"
     server: Server

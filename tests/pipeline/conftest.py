@@ -1,4 +1,4 @@
-"""Fixtures that several tests of records and report pages share."""
+"""Fixtures shared by the tests of records and report pages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def small_pictures() -> Iterator[None]:
-    """Draw plots at 40 dots per inch and where their axes stand at first, which saves seconds.
+    """Draw plots at 40 dots per inch and without a layout engine, which saves seconds.
 
-    The layout that makes room for labels takes longer than the drawing; `test_wide_runs` checks it.
+    The layout engine makes room for labels and takes longer than the drawing; `test_wide_runs`
+    checks it.
     """
     from pipeline.report import plots
 

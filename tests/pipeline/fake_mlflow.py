@@ -1,6 +1,6 @@
-"""An MLflow server and its client in memory, with the calls that the tracker makes.
+"""An in-memory MLflow server and client with the calls that the tracker makes.
 
-Any call can fail: before or after the server carries it out, or because the server refuses it.
+Any call can fail before or after the server executes it, or because the server refuses it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-# (number of the call from 1, its name) -> how it fails: "" not at all; "before" or "after" the
-# server carries it out; "refuse".
+# (number of the call from 1, its name) -> how the call fails: "" (it succeeds), "before" or "after"
+# the server executes it, or "refuse".
 Fault = Callable[[int, str], str]
 URI = "http://mlflow.test"
 
 
 class Page(list[Any]):
-    """A page of search results, the only one."""
+    """The only page of search results."""
 
     token = None
 
@@ -43,13 +43,13 @@ class Away(ConnectionError):
 
 
 class Refused(Exception):
-    """The error of a client whose call the server refuses."""
+    """The error of a client if the server refuses its call."""
 
 
 class FakeMlflow:
-    """The client and the server in one.
+    """The client and the server in one object.
 
-    The server carries out a call that fails "after"; only the answer is lost.
+    The server executes a call that fails "after"; only the answer is lost.
     """
 
     def __init__(self, fault: Fault = lambda number, name: "") -> None:
@@ -80,7 +80,7 @@ class FakeMlflow:
         self.get_experiment()
         return self, URI, "1"
 
-    # ---- what the server does --------------------------------------------------------------------
+    # ---- server ----------------------------------------------------------------------------------
     def do_get_experiment(self) -> None:
         pass
 
@@ -124,7 +124,7 @@ class FakeMlflow:
                 "a parameter never changes"
             )
         for metric in metrics:
-            # A dict as an ordered set: a point that is sent again keeps its position.
+            # A dict as an ordered set: a repeated point keeps its position.
             points = run.points.setdefault(metric.key, {})
             points[metric.step, metric.timestamp, metric.value] = None
         run.tags.update({tag.key: tag.value for tag in tags})
@@ -154,7 +154,7 @@ class FakeMlflow:
                 with open(path, "rb") as stream:
                     self.runs[key].files[os.path.relpath(path, folder)] = stream.read()
 
-    # ---- what tests read -------------------------------------------------------------------------
+    # ---- queries of tests ------------------------------------------------------------------------
     def run_named(self, name: str, **tags: str) -> Any:
         """Return the only run with this name and these tags."""
         runs = [
@@ -166,10 +166,12 @@ class FakeMlflow:
         return runs[0]
 
     def contents(self) -> dict[tuple[str, ...], Any]:
-        """Return names of a run's ancestors and itself -> everything that was logged to it.
+        """Return the content of each run, keyed by the names of its ancestors and its own.
 
-        Tags that hold ids of runs are left out. Raise AssertionError when two runs have the same
-        names.
+        Tags with ids of runs are left out.
+
+        Raises:
+            AssertionError: if two runs have the same names.
         """
         contents = {}
         for run in self.runs.values():
@@ -183,7 +185,7 @@ class FakeMlflow:
         return contents
 
     def _make_path(self, run: Any) -> tuple[str, ...]:
-        """Return the names of a run's ancestors, from the root run down, and its own."""
+        """Return the names of a run's ancestors, from the root run down, and its own name."""
         names = [run.name]
         parent = self.runs.get(run.tags.get("mlflow.parentRunId", ""))
         while parent is not None:

@@ -1,5 +1,7 @@
-"""A small finished run in a store, written without training anything: a base task, three tasks,
-three methods."""
+"""A small finished run that is written to a store without training.
+
+It has a base task, three tasks and three methods.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,14 @@ TASKS: list[dict[str, Any]] = [
 # Label -> method.
 METHODS = {"meat": "meat", "hat-small": "hat", "finetune": "finetune"}
 IMAGES = [200, 120, 150, 61]  # test images of each task
-# Of the backbone: blocks, patches along one side of an image, width, width inside an MLP.
+# Backbone: number of blocks, patches along one side of an image, width, hidden width of an MLP.
 DEPTH, GRID, WIDTH, HIDDEN = 4, 8, 32, 128
 BACKBONE_BYTES = 220_000
 TRAINED_PARAMETERS = {"meat": 8_000, "hat-small": 12_000, "finetune": 55_000}
 
 
 def accuracy(label: str, after: int, task: int) -> float:
-    """Return the accuracy on `task` after the task `after`, both by position in the stream.
+    """Return the accuracy on `task` after the task `after`; both are positions in the stream.
 
     meat (a star) and hat-small (a chain) never forget; finetune (a chain) does.
     """
@@ -151,9 +153,13 @@ def record(name: str = "tiny") -> Any:
 
 
 def write(storage: str, only: set[str] | None = None) -> list[tuple[Stage, Manifest]]:
-    """Write the results of all stages but the report, or of those whose id is in `only`.
+    """Write the results of all stages except the report.
 
-    Return each of them with the manifest of its artifact.
+    Args:
+        only: Ids of the stages to write; None writes all.
+
+    Returns:
+        Each written stage with the manifest of its artifact.
     """
     write_files_of = {
         "ingest": _ingest,
@@ -243,7 +249,7 @@ def _ingest(attempt: Attempt, stage: Stage) -> dict[str, Any]:
 
 
 def _image(index: int) -> bytes:
-    """Return a PNG of 60 x 40 pixels; the spot is further right with each index."""
+    """Return a PNG of 60 x 40 pixels; a higher index moves the spot to the right."""
     y, x = np.mgrid[0:40, 0:60]
     spot = 180 * np.exp(-((y - 20) ** 2 + (x - 20 - 4 * index) ** 2) / 90)
     gradient = np.stack([60 + 3 * x, 90 + 2 * y, 200 - 2 * x], 2)  # (40, 60, 3)

@@ -1,4 +1,4 @@
-"""Records of a search as the command `search` writes them, made without training anything."""
+"""Fake records of a search, in the form that the command `search` writes; nothing is trained."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ERROR = (
 
 
 def draw(rng: random.Random) -> dict[str, Any]:
-    """Draw the settings of one trial; `keep` only where token masks are of listed blocks."""
+    """Draw the settings of one trial; `keep` only if `token_mask_blocks` lists blocks."""
     params: dict[str, Any] = {
         "methods.meat.mask_lr": round(10 ** rng.uniform(math.log10(0.0025), math.log10(0.025)), 6),
         "methods.meat.lambda": round(rng.uniform(0.5, 1), 4),
@@ -49,10 +49,10 @@ def draw(rng: random.Random) -> dict[str, Any]:
 def results(
     params: dict[str, Any], tasks: list[str], rng: random.Random, offset: int = 0
 ) -> list[dict[str, Any]]:
-    """Return the results of a trial, one after each task: a known function of its settings.
+    """Return the results of a trial after each task, as a known function of its settings.
 
-    The learning rate changes accuracy most, then alpha; lambda sets the size. Noise from `rng` is
-    added. offset: the position of the first task in the stream.
+    The learning rate changes accuracy most, then alpha; lambda sets the size. `rng` adds noise.
+    offset: the position of the first task in the stream.
     """
     mask_lr = params["methods.meat.mask_lr"]
     size_factor = params["methods.meat.lambda"]
@@ -84,8 +84,8 @@ def trial(
 ) -> dict[str, Any]:
     """Return the record of one trial.
 
-    params: its settings, drawn with `number` as seed by default. other: fields of the record;
-    `accuracy` and `bytes` make a trial of one result.
+    params: its settings; by default, drawn with `number` as seed. other: fields of the record;
+    `accuracy` and `bytes` make a trial with one result.
     """
     rng = random.Random(number)
     if params is None:
@@ -123,7 +123,7 @@ def trial(
 def trials(count: int, scheduler: str = "asha") -> list[dict[str, Any]]:
     """Return the records of a search over the stream.
 
-    Some trials failed, `asha` stopped the poor ones early, and the last one is running.
+    Some trials failed, `asha` stopped the worst ones early, and the last one is running.
     """
     records = []
     for number in range(count):
@@ -148,7 +148,7 @@ def trials(count: int, scheduler: str = "asha") -> list[dict[str, Any]]:
 def per_task(count: int, tasks: list[str] | None = None) -> list[dict[str, Any]]:
     """Return the records of a greedy search: `count` trials for each task in turn.
 
-    Each task starts from the best trial of the task before. A trial has one result, after its task.
+    Each task starts from the best trial of the previous task. A trial has one result.
     """
     records: list[dict[str, Any]] = []
     best_so_far: dict[str, float] = {}  # task -> accuracy
@@ -170,7 +170,7 @@ def per_task(count: int, tasks: list[str] | None = None) -> list[dict[str, Any]]
 
 
 def record(name: str = "meat-real", **settings: Any) -> dict[str, Any]:
-    """Return the record of a search. settings: those that differ from the usual ones."""
+    """Return the record of a search. settings: values that replace the defaults."""
     return {
         "name": name,
         "created": "2026-01-02T03:04:05+0000",
@@ -203,7 +203,7 @@ def record(name: str = "meat-real", **settings: Any) -> dict[str, Any]:
 
 
 def winner(trial: dict[str, Any], tests: int = 3) -> dict[str, Any]:
-    """Return the record of the winner, this trial, with one test run for each of `tests` seeds."""
+    """Return a winner record for a trial, with one test run for each of `tests` seeds."""
     last = trial["results"][-1]
     return {
         "trial": trial["number"],
@@ -231,7 +231,7 @@ def write(
     some: list[dict[str, Any]],
     won: dict[str, Any] | None = None,
 ) -> str:
-    """Write the records of a search and its trials, and of its winner if any; return its name."""
+    """Write the records of a search, its trials and any winner; return the search's name."""
     folder = Path(storage) / "searches" / body["name"]
     (folder / "trials").mkdir(parents=True)
     (folder / "search.json").write_text(json.dumps(body))

@@ -1,4 +1,4 @@
-"""Make the `ClusterState` that a driver would read from Ray."""
+"""Build a `ClusterState` like the one that a driver reads from Ray."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def nodes_of(
     leaving: Iterable[int] = (),
     drivers: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ClusterState:
-    """Return a cluster of a node per entry of `resources`, with ids 0, 1, ...
+    """Return a cluster with one node per entry of `resources`, with ids 0, 1, ...
 
-    lost, leaving: indices of nodes that are dead, or about to be preempted. drivers: Ray job ->
-    names of its actors.
+    lost: indices of dead nodes. leaving: indices of nodes that will be preempted. drivers: Ray job
+    -> names of its actors.
     """
     lost_indices = set(lost)
     leaving_indices = set(leaving)

@@ -21,7 +21,7 @@ def written(
     method: str = "meat",
     **body: Any,
 ) -> str:
-    """A search file over a small base of digits."""
+    """Write a search file over a small base config on digits, and return its path."""
     if not (folder / "base.yaml").exists():
         settings = small_run.make_body(
             folder,

@@ -1,4 +1,4 @@
-"""Every file of a source is used, rejected or unread, and a preview shows the detected layout."""
+"""Tests of the account of source files (used, rejected, not read) and of the preview page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LITTER = {
 
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder; `zoo` lies next to it."""
+    """The working directory; the data set `zoo` is next to it."""
     class_folders(tmp_path / "zoo", ("ant", "bee", "cow"), 20)
     for name, data in LITTER.items():
         (tmp_path / "zoo" / name).write_bytes(data)

@@ -1,5 +1,4 @@
-"""Promises of `analyse`: tables and pictures of finished runs in their reports and records, and a
-sentence where there is nothing to look at."""
+"""Tests of `analyse`: tables and pictures in reports and records, and its error messages."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ Say = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Finished runs, without and with scaled context, with one head, without attention; and one
-    that was never run."""
+    """Return the config paths of four finished runs and of `unfinished`, which was never run. The
+    finished runs are without and with scaled context, with one head, and without attention."""
     folder = tmp_path_factory.mktemp("analyse")
     cards = small_run.make_cards(folder, "ab")
     options = {**small_run.BACKBONE["options"], "num_heads": 1}
@@ -67,7 +66,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _faint_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page without pictures, but with the places that a page has."""
+    """Replace the report by its insert markers, so that no pictures are drawn."""
     from pipeline.report import page
 
     report_files = {"report.html": "".join(analysis_section.INSERT_MARKERS).encode()}
@@ -78,8 +77,8 @@ def _faint_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def say(configs: dict[str, str], capsys: pytest.CaptureFixture[str]) -> Say:
-    """Gives a command, names of configs in place of their paths; returns its code and what it
-    said."""
+    """Return a function that runs a command and returns its exit code and output. Arguments that
+    are names of `configs` are replaced by the paths."""
 
     def run_command(*arguments: str) -> tuple[int, str]:
         code = cli.main([configs.get(a, a) for a in arguments])
@@ -102,9 +101,9 @@ def page_of(configs: dict[str, str], name: str) -> str:
     return (out(configs, name) / "report.html").read_text()
 
 
-# ---- what is measured ----------------------------------------------------------------------------
+# ---- measurements --------------------------------------------------------------------------------
 @pytest.mark.few(1)
-def test_a_run_gets_tables_pictures_and_a_line_per_method(
+def test_analyse_writes_tables_and_pictures_for_each_method(
     configs: dict[str, str], say: Say
 ) -> None:
     code, output = say("analyse", "plain", "--images", "8", "--robustness")
@@ -124,10 +123,12 @@ def test_a_run_gets_tables_pictures_and_a_line_per_method(
         assert (out(configs, "plain") / name).read_bytes().startswith(b"\x89PNG")
     assert {r["kind"] for r in rows_of(configs, "plain", "robustness")} == {"occlusion", "fgsm"}
     assert "fgsm" in output
-    assert not (out(configs, "plain") / "heads.png").exists(), "all have as many heads"
+    assert not (out(configs, "plain") / "heads.png").exists(), (
+        "all methods have the same number of heads"
+    )
 
 
-def test_accuracy_stands_beside_entropy_as_it_was_evaluated(
+def test_printed_table_shows_evaluated_accuracy_beside_entropy(
     configs: dict[str, str], say: Say
 ) -> None:
     lines = [
@@ -141,7 +142,7 @@ def test_accuracy_stands_beside_entropy_as_it_was_evaluated(
         assert words[:2] == [label, f"{100 * tables.matrix(label).final['average_accuracy']:.1f}"]
 
 
-def test_a_task_is_looked_at_as_the_last_stage_has_it(configs: dict[str, str]) -> None:
+def test_tasks_are_analysed_with_the_model_of_the_last_stage(configs: dict[str, str]) -> None:
     prepared = app.prepare(configs["plain"])
     run = analyse.FinishedRun(prepared.config, prepared.graph, prepared.store, cast(Any, {}))
     for label in ("finetune", "meat"):
@@ -150,7 +151,9 @@ def test_a_task_is_looked_at_as_the_last_stage_has_it(configs: dict[str, str]) -
         ]
 
 
-def test_several_runs_are_compared_beside_the_first(configs: dict[str, str], say: Say) -> None:
+def test_several_runs_are_compared_in_the_first_runs_folder(
+    configs: dict[str, str], say: Say
+) -> None:
     code, output = say("analyse", "scaled", "plain", "--images", "8", "--maps", "1")
     rows = rows_of(configs, "scaled", "analysis")
     assert code == 0
@@ -158,7 +161,7 @@ def test_several_runs_are_compared_beside_the_first(configs: dict[str, str], say
         "scaled",
         "plain: finetune",
         "plain: meat",
-    ], "a run of one method is called by its own name"
+    ], "a run with one method is labeled with the run name"
     assert all((r["scale"] is not None) == (r["run"] == "scaled") for r in rows)
     assert "plain: meat" in output
     assert {p.name for p in out(configs, "scaled").glob("maps-*.png")} == {
@@ -169,7 +172,9 @@ def test_several_runs_are_compared_beside_the_first(configs: dict[str, str], say
     assert "Compared: scaled, plain." in page_of(configs, "scaled")
 
 
-def test_heads_stand_against_accuracy_where_they_differ(configs: dict[str, str], say: Say) -> None:
+def test_different_head_numbers_are_plotted_against_accuracy(
+    configs: dict[str, str], say: Say
+) -> None:
     assert say("analyse", "one-head", "plain", "scaled", "--images", "8", "--maps", "0")[0] == 0
     differences = [
         (r["run"], r["label"], r["family"], r["heads"])
@@ -202,7 +207,7 @@ def test_heads_stand_against_accuracy_where_they_differ(configs: dict[str, str],
         ([], "the following arguments are required: config"),
     ],
 )
-def test_what_cannot_be_analysed_gets_a_sentence(
+def test_invalid_analyse_arguments_print_one_line_error(
     say: Say, arguments: list[str], sentence: str
 ) -> None:
     code, output = say("analyse", *arguments)
@@ -211,16 +216,14 @@ def test_what_cannot_be_analysed_gets_a_sentence(
     assert output.count("\n") == 1
 
 
-def test_nothing_is_measured_before_all_runs_are_known_to_be_finished(
+def test_unfinished_run_is_refused_before_any_measurement(
     say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(analyse, "attention_rows", lambda *_: pytest.fail("measured"))
     assert say("analyse", "plain", "unfinished")[0] == 2
 
 
-def test_a_result_that_is_gone_or_damaged_is_named_with_its_stage(
-    configs: dict[str, str], say: Say
-) -> None:
+def test_error_names_stage_of_missing_or_damaged_result(configs: dict[str, str], say: Say) -> None:
     run = app.prepare(configs["one-head"])
     files = [*(Path(run.store.root) / run.graph["finetune/b/train"].key).rglob("task.safetensors")]
     original_bytes = files[0].read_bytes()
@@ -237,7 +240,7 @@ def test_a_result_that_is_gone_or_damaged_is_named_with_its_stage(
         files[0].write_bytes(original_bytes)
 
 
-def test_a_network_without_attention_is_tested_all_the_same(
+def test_network_without_attention_still_gets_robustness_tests(
     configs: dict[str, str], say: Say
 ) -> None:
     code, output = say("analyse", "convolutions", "--images", "8", "--robustness")
@@ -251,7 +254,7 @@ def test_a_network_without_attention_is_tested_all_the_same(
 # ---- another card --------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def inverted(configs: dict[str, str]) -> str:
-    """The digits of task b, dark on white: a card with test images alone."""
+    """Return a card with test images only: the inverted test images of task b."""
     folder = Path(configs["plain"]).parent
     for path in (folder / "raw" / "b" / "test").rglob("*.png"):
         target = folder / "raw" / "inverted" / "all" / path.parent.name / path.name
@@ -286,16 +289,16 @@ def test_a_finished_model_is_tested_on_another_card(
         (label, "b", "shifted", "inverted", card_name, 20)
         for label in ("finetune", "meat")
         for card_name in ("b", "inverted")
-    ], "all its test images"
+    ], "all test images must be used"
     assert "own (inverted)" in output
     first_rows = rows_of(configs, "plain", "shifted")
     assert say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)[0] == 0, (
-        "its shards stand"
+        "the existing shards must be reused"
     )
     assert rows_of(configs, "plain", "shifted") == first_rows
 
 
-def test_own_images_of_all_classes_give_the_accuracy_that_was_evaluated(
+def test_card_with_the_same_images_reproduces_evaluated_accuracy(
     configs: dict[str, str], inverted: str, say: Say
 ) -> None:
     say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)
@@ -307,7 +310,7 @@ def test_own_images_of_all_classes_give_the_accuracy_that_was_evaluated(
 
 
 @pytest.mark.slow
-def test_tests_on_another_card_stand_beside_those_of_robustness(
+def test_page_keeps_robustness_beside_results_on_another_card(
     configs: dict[str, str], inverted: str, say: Say
 ) -> None:
     say("analyse", "one-head", "--images", "8", "--maps", "0", "--robustness")
@@ -319,7 +322,7 @@ def test_tests_on_another_card_stand_beside_those_of_robustness(
         assert title in page_of(configs, "one-head")
 
 
-def test_a_card_that_no_task_covers_gets_a_sentence(configs: dict[str, str], say: Say) -> None:
+def test_card_that_no_task_covers_is_refused(configs: dict[str, str], say: Say) -> None:
     other = small_run.make_card(Path(configs["plain"]).parent, "beyond", "49")
     code, output = say("analyse", "plain", "--on", other)
     assert code == 2
@@ -330,7 +333,7 @@ def test_a_card_that_no_task_covers_gets_a_sentence(configs: dict[str, str], say
     assert output.count("\n") == 1
 
 
-# ---- the page ------------------------------------------------------------------------------------
+# ---- the report page -----------------------------------------------------------------------------
 def test_the_page_shows_the_analysis(configs: dict[str, str], say: Say) -> None:
     (out(configs, "plain") / "analysis.json").unlink(missing_ok=True)
     say("analyse", "plain", "--images", "8", "--robustness", "--maps", "1")
@@ -344,13 +347,13 @@ def test_the_page_shows_the_analysis(configs: dict[str, str], say: Say) -> None:
     assert "<code>robustness.parquet</code>" in text
     assert say("analyse", "plain", "--images", "8", "--maps", "0")[0] == 0
     assert page_of(configs, "plain").count("data:image/png;base64,") == 4, (
-        "what was not made again still stands"
+        "parts that were not computed again must be kept"
     )
     assert say("report", "plain")[0] == 0
     assert page_of(configs, "plain").count("data:image/png;base64,") == 4
 
 
-def test_the_page_keeps_it_when_the_run_is_started_once_more(
+def test_page_keeps_analysis_after_rerun(
     configs: dict[str, str], say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say("analyse", "plain", "--images", "8", "--maps", "1")
@@ -366,7 +369,7 @@ def test_the_page_keeps_it_when_the_run_is_started_once_more(
     assert page_of(configs, "plain") == page_before
 
 
-def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: Say) -> None:
+def test_outdated_analysis_is_omitted_from_page(configs: dict[str, str], say: Say) -> None:
     say("analyse", "scaled", "plain", "--images", "8", "--maps", "1")
     store = Store(str(Path(configs["plain"]).parent / "storage"))
     record, other = store.record("scaled"), store.record("plain")
@@ -386,13 +389,13 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
     assert "is left out, because the results that it measured have changed" in without
     renamed: Any = {**record, "name": "moved"}
     assert analysis_section.add_section(page, renamed, store) == page, (
-        "there is none in that folder"
+        "the folder of the new name has no analysis"
     )
     (out(configs, "scaled").parent / "moved").mkdir()
     for path in out(configs, "scaled").iterdir():
         (out(configs, "scaled").parent / "moved" / path.name).write_bytes(path.read_bytes())
     assert b"data:image" in analysis_section.add_section(page, renamed, store)["report.html"], (
-        "a name is not a result"
+        "a new run name must not invalidate the analysis"
     )
     grown: Any = {
         **record,
@@ -406,12 +409,12 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
         store.save_record({**other, "stages": [{**s, "key": "0" * 32} for s in other["stages"]]})
         assert (
             b"data:image" not in analysis_section.add_section(page, record, store)["report.html"]
-        ), "one that it is compared with has changed"
+        ), "the results of a compared run have changed"
     finally:
         store.save_record(other)
 
 
-def test_a_damaged_list_of_what_was_analysed_is_no_obstacle(
+def test_damaged_analysis_list_leaves_page_unchanged(
     configs: dict[str, str], tmp_path: Path
 ) -> None:
     store = Store(str(tmp_path))
@@ -426,7 +429,7 @@ def test_a_damaged_list_of_what_was_analysed_is_no_obstacle(
 
 
 # ---- maps ----------------------------------------------------------------------------------------
-def test_a_map_lies_where_its_patches_are() -> None:
+def test_attention_map_is_brightest_at_its_highest_patch() -> None:
     image = np.zeros((maps.CELL, maps.CELL, 3), np.float32)
     look = torch.zeros(4, 4)
     look[0, 3] = 2.0
@@ -435,7 +438,7 @@ def test_a_map_lies_where_its_patches_are() -> None:
     assert y < maps.CELL / 4 <= 3 * maps.CELL / 4 < x
 
 
-def test_what_is_selected_stands_between_two_looks_and_may_be_absent() -> None:
+def test_optional_selection_map_is_drawn_between_first_and_second_look() -> None:
     looks = {
         "block 3, first look": torch.ones(2, 4, 4),
         "block 3, second look": torch.ones(2, 4, 4),
@@ -466,7 +469,7 @@ def tracked(configs: dict[str, str]) -> str:
 
 
 @pytest.mark.slow
-def test_the_record_gets_curves_over_blocks_once(
+def test_repeated_analysis_records_each_mlflow_curve_once(
     configs: dict[str, str], tracked: str, inverted: str, say: Say
 ) -> None:
     def recorded() -> tuple[dict[tuple[str, str], dict[int, float]], set[str], int]:
@@ -484,7 +487,7 @@ def test_the_record_gets_curves_over_blocks_once(
             for name in run.data.metrics
         }
         assert all(len(curve) == len(dict(curve)) for curve in curves.values()), (
-            "one value for each step"
+            "each step must have one value"
         )
         paths = {f.path for f in client.list_artifacts(runs["", ""].info.run_id, "analysis")}
         return {key: dict(curve) for key, curve in curves.items()}, paths, len(runs)
@@ -520,7 +523,7 @@ def test_the_record_gets_curves_over_blocks_once(
     assert recorded() == (curves, paths, count)
 
 
-def test_without_tracking_nothing_is_recorded_and_a_broken_record_is_a_warning(
+def test_analysis_skips_disabled_tracking_and_warns_if_mlflow_fails(
     tracked: str, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
@@ -553,7 +556,9 @@ PART = {
         {"analysis-of": ["some"]},
     ],
 )
-def test_damaged_parts_of_an_analysis_are_left_out(tmp_path: Path, damage: dict[str, Any]) -> None:
+def test_damaged_analysis_parts_are_omitted_from_page(
+    tmp_path: Path, damage: dict[str, Any]
+) -> None:
     folder = tmp_path / "runs" / "some"
     folder.mkdir(parents=True)
     page = {"report.html": "".join(analysis_section.INSERT_MARKERS).encode()}
@@ -570,7 +575,7 @@ def test_damaged_parts_of_an_analysis_are_left_out(tmp_path: Path, damage: dict[
     assert b"<code>a.csv</code>" in html
 
 
-def test_a_new_analysis_keeps_parts_of_unknown_names(tmp_path: Path) -> None:
+def test_new_analysis_keeps_unknown_parts_in_list(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "some"
     folder.mkdir(parents=True)
     (folder / analysis_section.LIST_FILE).write_text(json.dumps({"other": PART}))

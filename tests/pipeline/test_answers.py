@@ -1,5 +1,4 @@
-"""Promises of the draws of metrics: they are made of the stored predictions, in pairs, whatever the
-order of the classes."""
+"""Tests of bootstrap draws of metrics: stored predictions, pairing of methods, and class orders."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ TASKS = [task["name"] for task in fake_run.TASKS]
 
 
 def one_task(right: Any, name: str = "a") -> RightAnswers:
-    """The answers on a single task."""
+    """Return the answers on a single task."""
     return RightAnswers({(0, 0): np.asarray(right, bool)}, [[(name, str(i)) for i in range(400)]])
 
 
-def test_one_replica_of_one_task_varies_as_its_images_do() -> None:
+def test_draws_of_a_single_replica_match_binomial_interval() -> None:
     right = np.arange(400) < 300
     drawn = draw_metrics({"m": {"0": one_task(right)}}, draws=20_000)["m"]
     reach = 1.96 * math.sqrt(0.75 * 0.25 / 400)
@@ -32,15 +31,15 @@ def test_one_replica_of_one_task_varies_as_its_images_do() -> None:
     assert (drawn["forgetting"] == 0).all()
 
 
-def test_methods_that_answer_alike_differ_in_no_draw() -> None:
+def test_methods_with_equal_answers_have_equal_draws() -> None:
     right = [np.arange(400) % 5 < 4, np.arange(400) % 7 < 5, np.arange(400) % 3 < 2]
     by_replica = {str(i): one_task(values) for i, values in enumerate(right)}
     drawn = draw_metrics({"one": by_replica, "other": dict(by_replica)})
     assert (drawn["one"]["average_accuracy"] == drawn["other"]["average_accuracy"]).all()
 
 
-def test_replicas_that_answer_all_or_nothing_vary_as_replicas_do() -> None:
-    """Three replicas, one of them right: the mean is 0, 1/3, 2/3 or 1 by the binomial of 3."""
+def test_draws_over_all_or_nothing_replicas_are_binomial() -> None:
+    """One of three replicas is right: the drawn means k/3 follow a binomial distribution."""
     values = [np.zeros(400), np.ones(400), np.zeros(400)]
     by_replica = {str(i): one_task(value) for i, value in enumerate(values)}
     drawn = draw_metrics({"m": by_replica}, draws=20_000)["m"]["average_accuracy"]
@@ -51,7 +50,7 @@ def test_replicas_that_answer_all_or_nothing_vary_as_replicas_do() -> None:
 
 
 @pytest.mark.parametrize("label", ["meat", "finetune"])
-def test_the_answers_are_those_that_the_matrix_counts(storage: Any, label: str) -> None:
+def test_right_answers_match_counts_of_accuracy_matrix(storage: Any, label: str) -> None:
     run = RunTables.load(storage, fake_run.record())
     right = right_answers(run, label, TASKS)
     assert right is not None
@@ -61,14 +60,14 @@ def test_the_answers_are_those_that_the_matrix_counts(storage: Any, label: str) 
     assert len(right.right) == len(TASKS) * (len(TASKS) + 1) // 2
 
 
-def test_what_is_not_finished_has_no_answers(storage: Any) -> None:
+def test_run_with_missing_evaluation_has_no_answers(storage: Any) -> None:
     run = RunTables.load(storage, fake_run.record())
     del run.artifacts[f"meat/{TASKS[-1]}/evaluate"]
     assert right_answers(run, "meat", TASKS) is None
 
 
-def test_images_are_grouped_by_the_tasks_that_hold_them_in_every_class_order() -> None:
-    """Two orders of four classes in two tasks: a group is what stays together."""
+def test_strata_group_images_by_task_in_every_class_order() -> None:
+    """With two class orders, a group holds the images that share a task in both orders."""
     images = {letter: [(letter, str(i)) for i in range(10)] for letter in "abcd"}
     first = [images["a"] + images["b"], images["c"] + images["d"]]
     second = [images["b"] + images["a"], images["d"] + images["c"]]
@@ -85,7 +84,7 @@ def test_images_are_grouped_by_the_tasks_that_hold_them_in_every_class_order() -
         assert chosen == [first[task_of_first][row] for row in rows_of_first]
 
 
-def test_metrics_of_many_matrices_are_those_of_each() -> None:
+def test_batched_metrics_equal_metrics_of_each_matrix() -> None:
     rng = np.random.default_rng(3)
     totals = np.array([40, 10, 25, 30])
     correct = rng.integers(0, totals + 1, (5, 4, 4)).astype(float)

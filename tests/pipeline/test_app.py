@@ -1,4 +1,4 @@
-"""Promises of the Python face of the driver."""
+"""Tests of `pipeline.app`: concurrent reports of one run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.usefixtures("small_pictures")
 
 
 @pytest.mark.slow
-def test_of_two_drivers_one_makes_the_report_and_the_other_uses_it(
+def test_concurrent_drivers_build_the_report_only_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both would write below the key of the report, and the first to finish would delete the files
-    of the other one under its hands."""
+    """Without a lock, both would write below the report's key, and the first to finish would delete
+    the unfinished files of the other."""
     body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, "a"), ["linear"])
     config_path = small_run.write_config(tmp_path / "config.yaml", body)
     assert cli.main(["run", config_path]) == 0

@@ -1,5 +1,7 @@
-"""What a config leaves out of a backbone is the model's own, in timm or on the hub; what is
-resolved stands in the key. No test here opens a connection."""
+"""Tests of backbone settings: defaults from timm or the hub, and their part in stage keys.
+
+No test here opens a connection.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache of the hub's client; the hub itself refuses connections."""
+    """Return an empty cache of the hub's client; the hub itself refuses connections."""
     from huggingface_hub import constants
 
     folder = tmp_path / "hub"
@@ -59,7 +61,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def put_model(cache: Path, config: Any = CONFIG, commit: str = COMMIT, seed: int = 0) -> Any:
-    """Store a small model with 7 classes in the cache, as its client does; return the model."""
+    """Store a small model with 7 classes in the cache as the hub's client does, and return it."""
     torch.manual_seed(seed)
     model = timm.create_model(ARCHITECTURE, num_classes=7, img_size=16, **OPTIONS)
     folder = cache / "models--somebody--painted"
@@ -89,8 +91,8 @@ def resolved(folder: Path, **backbone: Any) -> Any:
     return resolve_backbone(config, Store(str(folder / "storage")), may_connect=False)
 
 
-# ---- a file that is not there --------------------------------------------------------------------
-def test_missing_weights_name_the_variable_of_their_path(
+# ---- missing files -------------------------------------------------------------------------------
+def test_missing_weights_error_names_the_environment_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = "${ACCRETE_DATA:-../shared/data}/weights/no.safetensors"
@@ -102,7 +104,7 @@ def test_missing_weights_name_the_variable_of_their_path(
         resolved(tmp_path, weights=path)
 
 
-def test_missing_weights_say_where_a_relative_path_starts(tmp_path: Path) -> None:
+def test_missing_weights_error_names_base_of_relative_path(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"a relative path starts at {CARDS.parent};"):
         resolved(tmp_path, weights="no.safetensors")
     with pytest.raises(UserError, match=r"does not exist; give a \.safetensors file"):
@@ -110,7 +112,7 @@ def test_missing_weights_say_where_a_relative_path_starts(tmp_path: Path) -> Non
 
 
 # ---- the model's own configuration ---------------------------------------------------------------
-def test_input_size_mean_deviation_and_crop_are_those_the_model_was_trained_with(
+def test_input_settings_default_to_those_of_the_pretrained_model(
     tmp_path: Path,
 ) -> None:
     settings = resolved(tmp_path, name="convnext_atto.d2_in1k").settings
@@ -123,19 +125,19 @@ def test_input_size_mean_deviation_and_crop_are_those_the_model_was_trained_with
     assert clip.mean == (0.48145466, 0.4578275, 0.40821073)
 
 
-def test_a_value_that_is_set_stands_and_a_null_is_none(tmp_path: Path) -> None:
+def test_configured_values_override_defaults_and_null_means_default(tmp_path: Path) -> None:
     chosen = {"img_size": 64, "mean": [0.1, 0.1, 0.1], "std": None, "crop_pct": 1.0}
     settings = resolved(tmp_path, name="convnext_atto", **chosen).settings
     assert (settings.img_size, settings.mean, settings.crop_pct) == (64, (0.1, 0.1, 0.1), 1.0)
     assert settings.std == (0.229, 0.224, 0.225)
 
 
-def test_a_model_of_our_own_has_the_values_of_before(tmp_path: Path) -> None:
+def test_project_model_keeps_its_earlier_input_defaults(tmp_path: Path) -> None:
     settings = resolved(tmp_path, name="t2t_vit_12").settings
     assert (settings.img_size, settings.mean, settings.crop_pct) == (224, (0.5, 0.5, 0.5), 0.9)
 
 
-def test_what_is_resolved_enters_the_key_as_if_it_were_set(tmp_path: Path) -> None:
+def test_resolved_and_configured_values_give_equal_keys(tmp_path: Path) -> None:
     unset = resolved(tmp_path, name="convnext_atto")
     values = key_inputs(unset.settings)
     assert "interpolation" not in values, "older results stay valid"
@@ -145,7 +147,7 @@ def test_what_is_resolved_enters_the_key_as_if_it_were_set(tmp_path: Path) -> No
     assert values["mean"] == (0.485, 0.456, 0.406)
 
 
-def test_images_are_resized_as_those_that_a_model_was_trained_on(tmp_path: Path) -> None:
+def test_interpolation_defaults_to_that_of_the_pretrained_model(tmp_path: Path) -> None:
     bilinear = resolved(tmp_path, name="resnet18.tv_in1k").settings
     assert bilinear.interpolation == "bilinear"
     assert key_inputs(bilinear)["interpolation"] == "bilinear"
@@ -157,7 +159,7 @@ def test_images_are_resized_as_those_that_a_model_was_trained_on(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_every_configuration_of_timm_is_read() -> None:
+def test_input_settings_of_every_timm_model_can_be_read() -> None:
     for name in timm.list_models(pretrained=True):
         values = pretrained.own_input(name)
         assert 0 < values["crop_pct"] <= 1, name
@@ -173,7 +175,7 @@ def test_every_configuration_of_timm_is_read() -> None:
         ("local-dir:/tmp", ["a model's name alone"]),
     ],
 )
-def test_a_name_that_timm_has_not_is_one_sentence(
+def test_unknown_timm_name_is_refused_with_a_hint(
     name: str, words: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as raised:
@@ -182,13 +184,13 @@ def test_a_name_that_timm_has_not_is_one_sentence(
 
 
 @pytest.mark.parametrize("weights", ["local-dir:/tmp", "hf_hub:a/b", "https://a.b/c", "hf-hub:a"])
-def test_weights_come_from_no_other_place(weights: str, tmp_path: Path) -> None:
+def test_weights_from_unsupported_sources_are_refused(weights: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"backbone\.weights is .*hf-hub:OWNER/NAME"):
         resolved(tmp_path, weights=weights)
 
 
 # ---- a model on the hub --------------------------------------------------------------------------
-def test_a_model_on_the_hub_gives_its_architecture_its_arguments_and_its_input(
+def test_hub_model_provides_architecture_arguments_input_settings_and_weights(
     cache: Path, tmp_path: Path
 ) -> None:
     model = put_model(cache)
@@ -201,11 +203,11 @@ def test_a_model_on_the_hub_gives_its_architecture_its_arguments_and_its_input(
     vit.load_weights(loaded, settings)
     expected = {k: v for k, v in model.state_dict().items() if not k.startswith("head.")}
     tensors = loaded.state_dict()
-    assert tensors.keys() == expected.keys(), "its classifier of 7 classes is left out"
+    assert tensors.keys() == expected.keys(), "the classifier of 7 classes is not loaded"
     assert all(torch.equal(tensors[name], value) for name, value in expected.items())
 
 
-def test_a_run_and_a_plan_from_the_cache_agree_and_plan_asks_nobody(
+def test_plan_after_run_works_without_contacting_the_hub(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_model(cache)
@@ -228,7 +230,7 @@ def test_a_run_and_a_plan_from_the_cache_agree_and_plan_asks_nobody(
         assert "0 to run" in capsys.readouterr().out
 
 
-def test_a_plan_of_a_model_that_was_never_fetched_says_what_fetches_it(
+def test_plan_of_unfetched_hub_model_suggests_run(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["plan", config_of(tmp_path, weights=WEIGHTS)]) == 2
@@ -238,14 +240,14 @@ def test_a_plan_of_a_model_that_was_never_fetched_says_what_fetches_it(
     assert error.count("\n") == 1
 
 
-def test_other_files_under_the_same_name_are_another_key(cache: Path, tmp_path: Path) -> None:
+def test_key_changes_only_if_the_hub_weights_change(cache: Path, tmp_path: Path) -> None:
     put_model(cache)
     before = resolved(tmp_path, weights=WEIGHTS)
     put_model(cache, commit="0" * 39 + "2")
     same = resolved(tmp_path, weights=WEIGHTS)
     put_model(cache, commit="0" * 39 + "3", seed=1)
     other = resolved(tmp_path, weights=WEIGHTS)
-    assert before.weights == same.weights, "a commit that leaves the weights keeps the key"
+    assert before.weights == same.weights, "a commit that does not change the weights keeps the key"
     assert before.weights != other.weights
     assert resolved(tmp_path, weights=f"{WEIGHTS}@{COMMIT}").weights == before.weights
 
@@ -267,7 +269,7 @@ def test_other_files_under_the_same_name_are_another_key(cache: Path, tmp_path: 
         ({"pretrained_cfg": {"std": [0, 0, 0]}}, "backbone.std"),
     ],
 )
-def test_a_hostile_config_from_the_hub_is_one_sentence(
+def test_hostile_hub_config_is_refused_in_one_sentence(
     change: dict[str, Any], words: str, cache: Path, tmp_path: Path
 ) -> None:
     put_model(cache, {**CONFIG, **change})
@@ -278,20 +280,20 @@ def test_a_hostile_config_from_the_hub_is_one_sentence(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, " " * (1 << 20) + "{}"])
-def test_a_config_that_is_none_is_one_sentence(text: str, cache: Path, tmp_path: Path) -> None:
+def test_malformed_hub_config_is_refused(text: str, cache: Path, tmp_path: Path) -> None:
     put_model(cache, text)
     with pytest.raises(UserError, match=r"config\.json"):
         resolved(tmp_path, weights=WEIGHTS)
 
 
-def test_a_name_beside_a_model_on_the_hub_must_be_its_own(cache: Path, tmp_path: Path) -> None:
+def test_backbone_name_must_match_the_hub_model(cache: Path, tmp_path: Path) -> None:
     put_model(cache)
     assert resolved(tmp_path, weights=WEIGHTS, name=ARCHITECTURE).settings.name == ARCHITECTURE
     with pytest.raises(UserError, match=r"leave backbone\.name out"):
         resolved(tmp_path, weights=WEIGHTS, name="resnet18")
 
 
-def test_a_model_that_is_stored_as_a_pickle_alone_is_refused(cache: Path, tmp_path: Path) -> None:
+def test_hub_model_with_only_pickled_weights_is_refused(cache: Path, tmp_path: Path) -> None:
     put_model(cache)
     snapshot = next((cache / "models--somebody--painted" / "snapshots").iterdir())
     (snapshot / "model.safetensors").rename(snapshot / "pytorch_model.bin")
@@ -299,7 +301,7 @@ def test_a_model_that_is_stored_as_a_pickle_alone_is_refused(cache: Path, tmp_pa
         resolved(tmp_path, weights=WEIGHTS)
 
 
-def test_a_choice_of_a_config_may_be_written_and_read_again() -> None:
+def test_backbone_choice_survives_a_json_round_trip() -> None:
     choice = BackboneChoice(name="convnext_atto.d2_in1k")
     assert BackboneChoice.model_validate(choice.model_dump(mode="json")) == choice
     assert BackboneChoice.model_validate(BackboneChoice().model_dump(mode="json")).name == ""

@@ -1,5 +1,4 @@
-"""Promises of the graph: its shape follows from what a method carries, its steps wait for what they
-say, pictures show all."""
+"""Tests of the stage graph: shapes, dependencies of steps, keys, task settings and diagrams."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def graph_from(
 
 
 class Chained(Method):
-    """Three steps in a row, the second of them without epochs."""
+    """A method with three consecutive steps; the second one has no epochs."""
 
     name = "chained"
     carries = ("weights",)
@@ -54,7 +53,7 @@ class Chained(Method):
 
 
 class Side(Method):
-    """Two steps side by side, and one that waits for both."""
+    """A method with two parallel steps, and one step that waits for both."""
 
     name = "side"
     carries = ("memory",)
@@ -67,7 +66,7 @@ class Side(Method):
 
 
 class Balanced(Method):
-    """Its second step is for tasks that have earlier ones."""
+    """A method that skips its second step on the first task of a stream."""
 
     name = "balanced"
     carries = ("weights",)
@@ -82,7 +81,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def second_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digits under any other name."""
+    """Make every card name load the digits."""
     load = card_files.load_card_file
     monkeypatch.setattr(
         card_files,
@@ -91,7 +90,7 @@ def second_card(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_classes_of_a_stream_are_those_of_the_card_in_both_unicode_forms(tmp_path: Path) -> None:
+def test_stream_classes_match_card_in_both_unicode_forms(tmp_path: Path) -> None:
     nfc, nfd = "caf\u00e9", "cafe\u0301"
     for card_form, named in ((nfc, nfd), (nfd, nfc)):
         path = small_run.make_card(tmp_path, "cafe", "01")
@@ -131,7 +130,7 @@ def test_augmentation_changes_no_key_of_steps_that_read_features(tmp_path: Path)
 
 
 # ---- star, chain, union --------------------------------------------------------------------------
-def test_what_carries_nothing_is_a_star(tmp_path: Path) -> None:
+def test_method_without_carried_state_builds_a_star(tmp_path: Path) -> None:
     graph, _ = graph_from(tmp_path, "meat")
     for task in "abc":
         assert graph[f"meat/{task}/train"].parents == ("backbone", "data/digits")
@@ -139,7 +138,7 @@ def test_what_carries_nothing_is_a_star(tmp_path: Path) -> None:
         assert graph[f"meat/{task}/train"].job.states == {}
 
 
-def test_what_carries_something_is_a_chain(tmp_path: Path) -> None:
+def test_method_with_carried_state_builds_a_chain(tmp_path: Path) -> None:
     graph, _ = graph_from(tmp_path, "finetune")
     assert graph["finetune/a/train"].parents == ("backbone", "data/digits")
     assert graph["finetune/b/train"].parents == ("backbone", "data/digits", "finetune/a/train")
@@ -166,7 +165,7 @@ def test_chain_evaluates_all_tasks_and_star_evaluates_new_and_previous(
     assert star.parents == ("backbone", "data/digits", "meat/b/train", "meat/c/train")
 
 
-def test_evaluations_are_leaves_that_only_the_report_waits_for(tmp_path: Path) -> None:
+def test_only_the_report_depends_on_evaluations(tmp_path: Path) -> None:
     graph, _ = graph_from(tmp_path, "finetune", "meat", "chained", base=True)
     evaluations = [s.id for s in graph if s.step == "evaluate"]
     assert set(graph["report"].parents) == set(evaluations)
@@ -174,7 +173,7 @@ def test_evaluations_are_leaves_that_only_the_report_waits_for(tmp_path: Path) -
     assert len(evaluations) == 3 * 4
 
 
-def test_joint_training_reads_the_data_of_all_tasks_so_far_and_starts_anew(tmp_path: Path) -> None:
+def test_joint_training_reads_all_tasks_so_far_and_starts_fresh(tmp_path: Path) -> None:
     graph, _ = graph_from(tmp_path, "joint", base=True)
     job = graph["joint/b/train"].job
     assert [t.name for t in job.tasks] == ["base", "a", "b"]
@@ -188,7 +187,7 @@ def test_joint_training_reads_the_data_of_all_tasks_so_far_and_starts_anew(tmp_p
     assert [t.name for t in graph["joint/b/evaluate"].job.tasks] == ["base", "a", "b"]
 
 
-def test_the_base_task_trains_the_backbone_and_is_every_methods_first_row(tmp_path: Path) -> None:
+def test_base_task_trains_the_backbone_that_all_methods_evaluate(tmp_path: Path) -> None:
     graph, tasks = graph_from(tmp_path, "finetune", "meat", base=True)
     assert [t.name for t in tasks] == ["base", "a", "b", "c"]
     assert graph["backbone"].parents == ("data/digits",)
@@ -200,7 +199,7 @@ def test_the_base_task_trains_the_backbone_and_is_every_methods_first_row(tmp_pa
     assert graph["finetune/a/train"].job.states == {"base": graph["backbone"].key}
 
 
-def test_a_stream_of_a_base_task_alone_is_evaluated(tmp_path: Path) -> None:
+def test_stream_with_only_a_base_task_is_evaluated(tmp_path: Path) -> None:
     graph, _ = graph_from(tmp_path, "meat", stream={"tasks": [BASE]})
     assert set(graph.stages) == {"data/digits", "backbone", "meat/base/evaluate", "report"}
 
@@ -232,25 +231,25 @@ def test_unlabelled_images_pretune_start_of_star(tmp_path: Path, base: bool) -> 
         stage.job for stage in (graph["toast/pictures/pretune"], best["toast/pictures/pretune"])
     ):
         assert (job.data.val_fraction, job.train.keep) == (0.0, "last"), (
-            "there is nothing to be validated by"
+            "unlabelled images cannot be validated"
         )
     assert graph["toast/a/train"].job.data.val_fraction > 0
 
 
-def test_without_a_base_task_the_backbone_waits_for_no_data(tmp_path: Path) -> None:
+def test_backbone_needs_no_data_without_a_base_task(tmp_path: Path) -> None:
     graph, _ = graph_from(tmp_path, "meat")
     assert graph["backbone"].parents == ()
     assert graph["backbone"].job.task is None
 
 
-def test_a_card_is_ingested_once_however_many_tasks_it_has(tmp_path: Path) -> None:
+def test_card_with_several_tasks_is_ingested_once(tmp_path: Path) -> None:
     graph, tasks = graph_from(tmp_path, "meat", base=True)
     assert [s.id for s in graph if s.step == "ingest"] == ["data/digits"]
     assert {t.data for t in tasks} == {graph["data/digits"].key}
 
 
 # ---- steps ---------------------------------------------------------------------------------------
-def test_steps_follow_each_other_and_the_next_task_follows_the_last_step(tmp_path: Path) -> None:
+def test_steps_run_in_order_before_the_next_task(tmp_path: Path) -> None:
     graph, _ = graph_from(tmp_path, "chained")
     assert graph["chained/a/prune"].parents == ("backbone", "data/digits", "chained/a/train")
     assert graph["chained/a/retrain"].parents == ("backbone", "data/digits", "chained/a/prune")
@@ -263,7 +262,7 @@ def test_steps_follow_each_other_and_the_next_task_follows_the_last_step(tmp_pat
 
 
 @pytest.mark.parametrize("base", [False, True])
-def test_a_step_of_later_tasks_is_left_out_of_the_first_one(tmp_path: Path, base: bool) -> None:
+def test_first_task_skips_steps_marked_later(tmp_path: Path, base: bool) -> None:
     graph, _ = graph_from(tmp_path, "balanced", base=base)
     steps = {
         task: [
@@ -434,12 +433,12 @@ def test_missing_test_data_keeps_place_in_output_space(
     assert "data/roots" not in graph["finetune/b/evaluate"].parents
 
 
-def test_no_stage_of_a_method_with_several_steps_is_left_hanging(tmp_path: Path) -> None:
+def test_only_the_report_has_no_dependent_stages(tmp_path: Path) -> None:
     graph, _ = graph_from(tmp_path, "side", "chained")
     assert [s.id for s in graph if not graph.children(s.id)] == ["report"]
 
 
-def test_settings_of_one_step_change_the_keys_from_that_step_on(tmp_path: Path) -> None:
+def test_step_settings_change_keys_from_that_step_on(tmp_path: Path) -> None:
     before, _ = graph_from(tmp_path, "chained")
     after, _ = graph_from(tmp_path, methods={"chained": {"steps": {"retrain": {"epochs": 3}}}})
     same = {s.id for s in before if s.key == after[s.id].key}
@@ -455,7 +454,7 @@ def test_training_settings_are_not_in_keys_of_other_steps(tmp_path: Path) -> Non
     assert train.inputs["train"]["epochs"] == train.job.train.epochs > 0
 
 
-def test_settings_that_only_serve_are_kept_from_training_and_measure_again(tmp_path: Path) -> None:
+def test_serving_settings_change_only_evaluation_keys(tmp_path: Path) -> None:
     graphs = [
         graph_from(
             tmp_path,
@@ -474,8 +473,8 @@ def test_settings_that_only_serve_are_kept_from_training_and_measure_again(tmp_p
     assert len({stage.key for stage in measured}) == 3
 
 
-# ---- what a task has of its own ------------------------------------------------------------------
-def test_task_settings_train_and_common_settings_serve(
+# ---- settings of single tasks --------------------------------------------------------------------
+def test_task_settings_apply_to_training_and_common_settings_to_evaluation(
     tmp_path: Path,
 ) -> None:
     settings = {
@@ -539,7 +538,7 @@ def test_task_settings_change_its_keys_and_dependent_keys(
     }
 
 
-def test_the_plan_of_a_task_follows_from_its_own_settings(tmp_path: Path) -> None:
+def test_steps_of_a_task_depend_on_its_own_settings(tmp_path: Path) -> None:
     tasks = {"b": {"prune": [0.5, "none"]}}
     graph, _ = graph_from(tmp_path, methods={"packnet": {"tasks": tasks}})
     assert {t: [s.step for s in graph if s.task == t and s.step != "evaluate"] for t in "abc"} == {
@@ -579,7 +578,7 @@ def test_base_and_pretuning_steps_accept_settings(
         ("base", True, "those with steps are: a, b, flowers"),
     ],
 )
-def test_settings_for_a_task_that_no_step_is_for_are_refused(
+def test_settings_for_a_task_without_steps_are_refused(
     tmp_path: Path, name: str, base: bool, message: str
 ) -> None:
     entry = {
@@ -601,7 +600,7 @@ def test_settings_for_a_task_that_no_step_is_for_are_refused(
         )
 
 
-def test_every_job_knows_its_own_key(tmp_path: Path) -> None:
+def test_every_job_holds_its_stage_id_and_key(tmp_path: Path) -> None:
     graph, _ = graph_from(tmp_path, "finetune", "meat", "side", base=True)
     for stage in graph:
         if stage.step not in ("ingest", "report"):
@@ -636,19 +635,19 @@ def test_class_order_is_split_into_tasks(tmp_path: Path, monkeypatch: pytest.Mon
         )
 
 
-def test_names_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
+def test_duplicate_task_names_and_second_base_task_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="two tasks are called 'a'"):
         graph_from(tmp_path, "meat", stream={"tasks": [TASKS[0], {**TASKS[1], "name": "a"}]})
     with pytest.raises(UserError, match="'base' and 'second' both have role `base`"):
         graph_from(tmp_path, "meat", stream={"tasks": [BASE, {**BASE, "name": "second"}]})
 
 
-# ---- pictures ------------------------------------------------------------------------------------
+# ---- diagrams ------------------------------------------------------------------------------------
 LABELS = ("finetune", "meat", "joint", "chained", "side")
 
 
 @pytest.mark.parametrize(("labels", "base"), [(LABELS, True), (("meat", "ncm", "slda"), False)])
-def test_the_picture_is_a_page_with_every_stage_and_its_arrows(
+def test_svg_diagram_shows_every_stage_and_arrow(
     tmp_path: Path, labels: tuple[str, ...], base: bool
 ) -> None:
     graph, _ = graph_from(tmp_path, *labels, base=base)
@@ -672,7 +671,7 @@ def test_arrows_point_to_the_right(tmp_path: Path) -> None:
     assert all(x_by_label[p] < x_by_label[s.id] for s in graph for p in s.parents)
 
 
-def test_the_text_shows_stars_chains_and_what_will_run(tmp_path: Path) -> None:
+def test_text_diagram_shows_stars_chains_and_pending_stages(tmp_path: Path) -> None:
     graph, _ = graph_from(tmp_path, *LABELS, base=True)
     status = {s.id: "miss" if s.task == "c" else "hit" for s in graph}
     lines = diagram.to_text(graph, status).splitlines()
@@ -690,7 +689,7 @@ def test_the_text_shows_stars_chains_and_what_will_run(tmp_path: Path) -> None:
             assert f"{stage.task}/{stage.step}" in by_label[stage.method]
 
 
-def test_the_picture_shows_states_and_times_and_leads_to_stages(tmp_path: Path) -> None:
+def test_svg_diagram_shows_states_and_times_and_links_to_stages(tmp_path: Path) -> None:
     graph, _ = graph_from(tmp_path, "meat")
     states = {stage.id: "running" if stage.step == "train" else "done" for stage in graph}
     times = {"backbone": "3.0 s"}
@@ -714,6 +713,6 @@ def test_the_picture_shows_states_and_times_and_leads_to_stages(tmp_path: Path) 
     assert all(below - above >= boxes[0][1] for above, below in pairwise(tops))
 
 
-def test_names_are_escaped_in_the_picture(tmp_path: Path) -> None:
+def test_status_text_is_escaped_in_the_svg_diagram(tmp_path: Path) -> None:
     graph, _ = graph_from(tmp_path, "meat")
     ElementTree.fromstring(diagram.to_svg(graph, {"backbone": "<&>"}))

@@ -1,4 +1,4 @@
-"""Class orders: the published ones, and what is said of one that cannot be."""
+"""Tests of class orders: the published orders, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = tuple(f"class {i}" for i in range(100))
         ("imagenet/imagenet1000-order1", 1000, "305571fb8fde3e0f", (54, 7, 894), (417,)),
     ],
 )
-def test_a_published_order_is_a_permutation_with_its_hash(
+def test_published_order_is_a_permutation_with_expected_hash(
     name: str, count: int, digest: str, first: tuple[int, ...], last: tuple[int, ...]
 ) -> None:
     orders = [
@@ -44,7 +44,7 @@ def test_a_published_order_is_a_permutation_with_its_hash(
     assert (tuple(orders[: len(first)]), tuple(orders[-len(last) :])) == (first, last)
 
 
-def test_every_card_of_cifar100_lists_the_official_classes_that_the_orders_mean() -> None:
+def test_cifar100_cards_list_official_classes_in_official_order() -> None:
     listed = {
         name: card_files.load_card_file(name).classes
         for name in ("cifar100", "cifar100-part", "cifar100-folder", "cifar100-torchvision")
@@ -57,8 +57,8 @@ def test_every_card_of_cifar100_lists_the_official_classes_that_the_orders_mean(
     )
 
 
-def test_imagenet_100_is_the_first_hundred_classes_of_imagenet_by_wnid() -> None:
-    """As a card lists them: sorted. The list's hash is that of BiC's hundred classes."""
+def test_imagenet100_order_has_first_hundred_imagenet_wnids() -> None:
+    """The WNIDs are sorted, as in a card. The hash is that of BiC's list of 100 classes."""
     wnids = tuple(sorted(ImageNetInfo().label_names()))
     selected_wnids = card_files.order_classes("imagenet/imagenet100-order1", wnids)
     assert {*selected_wnids} == {*wnids[:100]}
@@ -83,7 +83,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
-def test_an_order_may_name_some_classes_alone(written: Any) -> None:
+def test_order_may_list_a_subset_of_classes(written: Any) -> None:
     assert card_files.order_classes(written([7, 3]), NAMES) == ("class 7", "class 3")
 
 
@@ -98,7 +98,7 @@ def test_an_order_may_name_some_classes_alone(written: Any) -> None:
         ([-1, 0], None, "lists class index -1, but the card has 100 classes"),
     ],
 )
-def test_an_order_that_cannot_be_is_refused(
+def test_invalid_order_is_refused(
     written: Any, order: object, digest: str | None, says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
@@ -106,7 +106,7 @@ def test_an_order_that_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize("name", ["mine/none", "own", "none/own"])
-def test_an_order_that_is_not_there_is_refused_with_those_that_are(written: Any, name: str) -> None:
+def test_error_for_unknown_order_lists_existing_orders(written: Any, name: str) -> None:
     written([0])
     with pytest.raises(
         UserError, match=rf"class order '{name}' does not exist .*there are: mine/own"

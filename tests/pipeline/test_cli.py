@@ -1,5 +1,4 @@
-"""Promises of the command line: what plan says is what run does, gc asks first, and what is printed
-is few lines for people."""
+"""Tests of the command line: plan, run, ingest, report and gc, and their printed output."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ from workers.loop import WAITING
 from workers.storage import artifact, lock
 from workers.storage.lock import stage_lock
 
-STAGES = 8  # 2 cards, the backbone, 2 tasks each trained and evaluated, the report
+STAGES = 8  # 2 cards, the backbone, training and evaluation of 2 tasks, the report
 
 
 @dataclass
@@ -58,8 +57,10 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def pages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Reports are stubs: pictures take longer than all the rest. The names of the runs that one was
-    made for."""
+    """Replace reports by stubs, because pictures take longer than everything else.
+
+    Return the names of the runs with a new report.
+    """
     made: list[str] = []
 
     def build(storage: str, record: dict[str, Any], *_: Any) -> dict[str, bytes]:
@@ -80,7 +81,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def run_copy(finished: Run, tmp_path: Path) -> Run:
-    """A copy of the finished run, free to be changed."""
+    """Return a copy of the finished run that a test may change."""
     shutil.copytree(finished.storage, tmp_path / "storage")
     return Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, finished.text)
 
@@ -93,12 +94,12 @@ def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str
 
 # ---- plan ----------------------------------------------------------------------------------------
 def table(text: str) -> dict[str, tuple[str, str]]:
-    """Stage id -> (hit or miss, reason) of what plan printed."""
+    """Parse the output of plan. Return stage id -> (hit or miss, reason)."""
     rows = [re.match(r"(hit|miss) +(\S+) +[0-9a-f]{12} *(.*)$", line) for line in text.splitlines()]
     return {row[2]: (row[1], row[3]) for row in rows if row}
 
 
-def test_plan_of_a_new_run_says_that_everything_is_new_and_runs_nothing(
+def test_plan_of_new_run_lists_all_stages_and_runs_none(
     finished: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, "")
@@ -116,7 +117,7 @@ def test_plan_of_a_finished_run_has_hits_only(
     assert f"{STAGES} stages: {STAGES} up to date, 0 to run" in text
 
 
-def test_plan_says_what_changed_from_old_to_new(
+def test_plan_shows_old_and_new_values_of_changed_settings(
     run_copy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = small_run.attempts(run_copy.storage)
@@ -130,7 +131,9 @@ def test_plan_says_what_changed_from_old_to_new(
     assert small_run.attempts(run_copy.storage) == before
 
 
-def test_plan_says_what_is_not_finished(run_copy: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reports_a_stage_without_result_as_not_finished(
+    run_copy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.rmtree(
         run_copy.storage / "stages" / small_run.manifests(run_copy.storage)["meat/b/train"]["key"]
     )
@@ -141,7 +144,7 @@ def test_plan_says_what_is_not_finished(run_copy: Any, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("change", ["gone", "shorter"])
-def test_plan_says_that_a_file_of_a_result_is_not_whole(
+def test_plan_reports_missing_and_truncated_result_files_as_damaged(
     change: str, run_copy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = small_run.manifests(run_copy.storage)["meat/b/train"]
@@ -156,7 +159,7 @@ def test_plan_says_that_a_file_of_a_result_is_not_whole(
     assert reason.startswith("damaged: task.safetensors ")
 
 
-def test_plan_says_that_data_is_gone_and_not_missed(
+def test_plan_reports_deleted_data_that_no_missing_stage_needs(
     run_copy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(
@@ -168,7 +171,7 @@ def test_plan_says_that_data_is_gone_and_not_missed(
     )
 
 
-def test_plan_says_that_the_folder_of_a_card_is_gone(
+def test_plan_reports_the_missing_source_folder_of_a_card(
     finished: Any, run_copy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = finished.folder / "raw" / "a"
@@ -179,7 +182,9 @@ def test_plan_says_that_the_folder_of_a_card_is_gone(
         Path(f"{raw}-moved").rename(raw)
 
 
-def test_run_runs_what_plan_says(run_copy: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_executes_exactly_the_stages_that_plan_lists(
+    run_copy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     override = ["--set", "methods.meat.train.lr=0.01"]
     rows = table(output(capsys, "plan", run_copy.config(), *override))
     before = small_run.attempts(run_copy.storage)
@@ -189,11 +194,11 @@ def test_run_runs_what_plan_says(run_copy: Any, capsys: pytest.CaptureFixture[st
         i for i, row in rows.items() if row[0] == "miss"
     }
     assert small_run.attempts(run_copy.storage) == before, (
-        "the run as its file says it stands beside"
+        "the run without the override is unchanged"
     )
 
 
-def test_plan_writes_the_picture(
+def test_plan_writes_the_graph_as_svg(
     run_copy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = output(capsys, "plan", run_copy.config(), "--svg", str(tmp_path / "graph.svg"))
@@ -211,7 +216,7 @@ def test_plan_writes_the_picture(
 
 
 # ---- ingest, report ------------------------------------------------------------------------------
-def test_ingest_brings_the_data_and_trains_nothing(
+def test_ingest_command_stores_data_and_trains_nothing(
     finished: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, "")
@@ -233,12 +238,12 @@ def test_ingest_brings_the_data_and_trains_nothing(
     }
 
 
-def test_report_writes_the_page_again_from_the_store(
+def test_report_rebuilds_a_deleted_page_from_the_store(
     run_copy: Any, pages: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(run_copy.storage / "runs" / "small")
     assert cli.main(["run", run_copy.config()]) == 0
-    assert not pages, "the report stage stands, its files are copied"
+    assert not pages, "the report stage is up to date, so its files are copied"
     page_path = run_copy.storage / "runs" / "small" / "report.html"
     assert page_path.read_bytes() == b"a page"
     page_path.unlink()
@@ -249,7 +254,7 @@ def test_report_writes_the_page_again_from_the_store(
     assert (page_path.parent / "tables" / "matrix.csv").exists()
 
 
-def test_report_writes_the_results_as_one_file(
+def test_report_json_option_writes_results_as_one_file(
     run_copy: Any, pages: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from pipeline.results.results_file import read_results
@@ -264,7 +269,7 @@ def test_report_writes_the_results_as_one_file(
     assert read.image_digests() == tables.image_digests() != {}
 
 
-def test_report_of_an_unfinished_run_shows_what_is_there(
+def test_report_of_an_unfinished_run_is_built_without_running_stages(
     run_copy: Any, pages: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for stage_id in ("meat/b/evaluate", "report"):
@@ -279,7 +284,7 @@ def test_report_of_an_unfinished_run_shows_what_is_there(
 # ---- gc ------------------------------------------------------------------------------------------
 @pytest.fixture
 def littered(run_copy: Run, capsys: pytest.CaptureFixture[str]) -> Run:
-    """A run whose record was removed: no run needs five results any more."""
+    """Return a run with a removed record, so that no run needs five of its results."""
     output(
         capsys,
         "run",
@@ -298,7 +303,7 @@ def folders(run: Run) -> set[str]:
 
 
 @pytest.mark.parametrize("answer", ["n", "", "nope", None])
-def test_gc_deletes_nothing_without_a_yes(
+def test_gc_deletes_nothing_without_confirmation(
     answer: str | None,
     littered: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -318,7 +323,7 @@ def test_gc_deletes_nothing_without_a_yes(
 
 
 @pytest.mark.parametrize("way", ["y", "Yes ", "--yes"])
-def test_gc_deletes_what_no_named_run_needs_and_nothing_else(
+def test_gc_deletes_exactly_the_results_that_no_run_needs(
     way: str, littered: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("builtins.input", lambda question: way)
@@ -347,7 +352,7 @@ def test_gc_deletes_what_no_named_run_needs_and_nothing_else(
     ("name", "reason"),
     [("nowhere", "does not exist"), ("run.json", "is not a folder"), ("", "an empty text")],
 )
-def test_gc_of_what_is_no_storage_says_so(
+def test_gc_refuses_a_path_that_is_not_a_storage(
     name: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.json").write_text("{}")
@@ -360,7 +365,7 @@ def test_gc_of_what_is_no_storage_says_so(
 
 
 @pytest.mark.parametrize("size", ["-1", "nan", "1e400", "inf", "many"])
-def test_gc_refuses_a_size_that_cannot_be_kept(
+def test_gc_refuses_an_invalid_size_to_keep(
     size: str, littered: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = folders(littered)
@@ -371,7 +376,7 @@ def test_gc_refuses_a_size_that_cannot_be_kept(
     assert folders(littered) == before
 
 
-def test_gc_says_that_a_storage_may_only_be_read(
+def test_gc_refuses_a_read_only_storage(
     littered: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(path: str) -> int:
@@ -395,7 +400,9 @@ def test_gc_leaves_a_stray_file_and_does_not_count_it(
     assert stray.read_text() == "mine"
 
 
-def test_gc_counts_one_result_as_one(littered: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_uses_the_singular_for_one_result(
+    littered: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = json.loads((littered.storage / "runs" / "faster" / "run.json").read_text())
     lost = sorted(folders(littered) - {stage["key"] for stage in record["stages"]})
     for key in lost[1:]:
@@ -405,7 +412,7 @@ def test_gc_counts_one_result_as_one(littered: Any, capsys: pytest.CaptureFixtur
     assert " MB, is needed by no run and no search\n" in text
 
 
-# ---- what is printed -----------------------------------------------------------------------------
+# ---- printed output ------------------------------------------------------------------------------
 def test_a_run_prints_a_line_per_stage_and_a_summary(finished: Any) -> None:
     lines = finished.text.splitlines()
     stages = [line for line in lines if line.startswith("[") and ": warning: " not in line]
@@ -450,13 +457,13 @@ def epoch(number: int) -> Event:
 
 
 def beats(screen: console.Console, now: list[float], seconds: int) -> None:
-    """Let so many seconds pass. now: what the patched `time.monotonic` returns."""
+    """Let `seconds` seconds pass. now: the value that the patched `time.monotonic` returns."""
     for _ in range(seconds):
         now[0] += 1
         screen.heartbeat.beat()
 
 
-def test_what_waits_for_another_process_or_comes_from_it_says_so() -> None:
+def test_console_reports_waiting_for_and_results_of_another_process() -> None:
     stream = Terminal()
     screen, walk = watched(stream)
     screen.progress(Event(EventKind.PROGRESS, "meat/a/train", body=dict(WAITING)))
@@ -469,7 +476,7 @@ def test_what_waits_for_another_process_or_comes_from_it_says_so() -> None:
     assert f"meat/a/train: {text}\n" in stream.getvalue()
 
 
-def test_commands_that_print_nothing_for_long_say_what_they_do(
+def test_long_silent_commands_print_their_activity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(console, "QUIET_S", 0.0)
@@ -486,7 +493,7 @@ def test_commands_that_print_nothing_for_long_say_what_they_do(
     assert re.fullmatch(r"comparing \(\d+\.\d s so far\)", lines[0])
 
 
-def test_where_nobody_watches_there_is_a_line_within_ten_seconds(
+def test_output_without_terminal_has_a_line_every_ten_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stream, now = io.StringIO(), [1000.0]
@@ -536,7 +543,7 @@ def test_where_nobody_watches_there_is_a_line_within_ten_seconds(
     assert len(lines) == 16
 
 
-def test_the_line_of_a_terminal_says_what_is_done_while_no_stage_runs(
+def test_terminal_line_shows_the_activity_while_no_stage_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stream, now = Terminal(), [1000.0]
@@ -553,7 +560,7 @@ def test_the_line_of_a_terminal_says_what_is_done_while_no_stage_runs(
     assert "epoch 3/100" in screen_text(stream)[0]
 
 
-def test_a_heartbeat_watches_inside_activities_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeat_thread_runs_only_during_activities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "LOOK_S", 0.01)
     monkeypatch.setattr(console, "QUIET_S", 0.05)
     is_shown = threading.Event()
@@ -565,7 +572,7 @@ def test_a_heartbeat_watches_inside_activities_alone(monkeypatch: pytest.MonkeyP
     assert threading.active_count() == threads
 
 
-def test_on_a_terminal_one_line_is_rewritten() -> None:
+def test_progress_rewrites_one_line_on_a_terminal() -> None:
     stream = Terminal()
     screen, walk = watched(stream)
     for number in range(50):
@@ -584,7 +591,7 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
 
 
 def screen_text(stream: io.StringIO) -> list[str]:
-    """Return the lines that a terminal shows after what was written to it."""
+    """Return the lines that a terminal shows for the text in `stream`."""
     lines = [""]
     for part in re.split(r"(\r|\n|\x1b\[2K|\x1b\[1A)", stream.getvalue()):
         match part:
@@ -602,7 +609,7 @@ def screen_text(stream: io.StringIO) -> list[str]:
     return lines
 
 
-def test_on_a_terminal_each_stage_that_runs_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_running_stage_has_a_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     stream = Terminal()
     ids = [f"m/{number}/train" for number in range(3)]
@@ -645,7 +652,7 @@ def test_on_a_terminal_each_stage_that_runs_has_a_line(monkeypatch: pytest.Monke
     ]
 
 
-def test_a_terminal_shows_the_number_of_stages_that_have_no_line() -> None:
+def test_terminal_counts_running_stages_beyond_the_line_limit() -> None:
     stream = Terminal()
     graph = Graph.of("g", [Stage(str(number), "train", str(number), {}) for number in range(40)])
     screen = console.Console(graph, {}, stream)
@@ -656,7 +663,7 @@ def test_a_terminal_shows_the_number_of_stages_that_have_no_line() -> None:
     assert lines[-1] == "[0/40] and 29 more stages run"
 
 
-def test_a_retry_says_why_and_how_often() -> None:
+def test_retry_prints_its_reason_and_try_number() -> None:
     stream = io.StringIO()
     screen, walk = watched(stream)
     for decision in walk.decide():
@@ -671,7 +678,7 @@ def test_a_retry_says_why_and_how_often() -> None:
     )
 
 
-def test_the_record_of_a_run_says_what_it_consisted_of(finished: Any) -> None:
+def test_run_record_lists_stages_tasks_and_config(finished: Any) -> None:
     record = json.loads((finished.storage / "runs" / "small" / "run.json").read_text())
     assert {s["id"] for s in record["stages"]} == set(small_run.attempts(finished.storage))
     assert [t["name"] for t in record["tasks"]] == ["a", "b"]
@@ -679,7 +686,7 @@ def test_the_record_of_a_run_says_what_it_consisted_of(finished: Any) -> None:
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """A person says yes; meanwhile `act` happens."""
+    """Patch `input` to call `act` and then answer yes."""
 
     def reply(question: str) -> str:
         act()
@@ -688,7 +695,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> Non
     monkeypatch.setattr("builtins.input", reply)
 
 
-def test_gc_keeps_what_a_run_began_to_need_while_a_person_thought(
+def test_gc_keeps_results_that_became_needed_during_its_prompt(
     littered: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = folders(littered)
@@ -708,7 +715,7 @@ def test_gc_keeps_what_a_run_began_to_need_while_a_person_thought(
     assert folders(littered) == before - (lost - {*needed})
 
 
-def test_gc_keeps_what_a_process_is_computing(
+def test_gc_keeps_results_locked_by_another_process(
     littered: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = folders(littered)
@@ -724,7 +731,7 @@ def test_gc_keeps_what_a_process_is_computing(
 def test_run_waits_for_gc_before_look_up(
     littered: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else it would find results that are deleted a moment later."""
+    """Otherwise it would find results that gc deletes a moment later."""
     order: list[str] = []
     run_store = store.Store(str(littered.storage))
     delete_dir = artifact.delete_dir
@@ -733,7 +740,7 @@ def test_run_waits_for_gc_before_look_up(
     def delete(path: str) -> None:
         if not order:
             begun.start()
-            time.sleep(1)  # it comes to its record, and has to wait
+            time.sleep(1)  # the run reaches its record and must wait
         order.append("delete")
         delete_dir(path)
 
@@ -748,12 +755,12 @@ def test_run_waits_for_gc_before_look_up(
     begun.join(900)
     assert order[5] == "look up"
     assert len(small_run.attempts(littered.storage)) == STAGES, (
-        "all that was deleted is there again"
+        "the run computes all deleted results again"
     )
 
 
-# ---- runs that differ ----------------------------------------------------------------------------
-def test_a_run_with_another_seed_is_another_run(
+# ---- runs with changed settings ------------------------------------------------------------------
+def test_seed_override_creates_a_separate_run(
     run_copy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (run_copy.storage / "runs" / "small" / "run.json").read_text()
@@ -783,7 +790,7 @@ def test_changed_config_keeps_earlier_results_until_gc_earlier(
         "results that runs needed before their config files or images were changed are kept "
         "(runs: small)" in text
     )
-    assert len(before - folders(run_copy)) == 1, "the old report alone: it is made again at no cost"
+    assert len(before - folders(run_copy)) == 1, "only the old report, which is cheap to rebuild"
     text = output(capsys, "run", run_copy.config())
     assert re.search(r"\n1 stages run, 7 reused", text)
     output(capsys, "run", run_copy.config(methods=methods))
@@ -794,14 +801,14 @@ def test_changed_config_keeps_earlier_results_until_gc_earlier(
     )
 
 
-def test_a_longer_run_takes_the_place_of_the_one_before(
+def test_added_method_leaves_no_earlier_run_record(
     run_copy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output(capsys, "run", run_copy.config(methods={"meat": {}, "linear": {}}))
     assert not (run_copy.storage / "runs" / "small" / "earlier").exists()
 
 
-def test_an_earlier_record_that_cannot_be_read_is_no_reason_to_delete(
+def test_gc_deletes_nothing_if_an_earlier_record_is_unreadable(
     run_copy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output(capsys, "run", run_copy.config(methods={"meat": {"train": {"lr": 0.01}}}))
@@ -817,7 +824,7 @@ def test_an_earlier_record_that_cannot_be_read_is_no_reason_to_delete(
 
 
 # ---- upgrades ------------------------------------------------------------------------------------
-def test_plan_says_which_results_other_versions_made_and_that_they_stay(
+def test_plan_counts_valid_results_made_by_other_versions(
     run_copy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "other versions" not in output(capsys, "plan", run_copy.config())
@@ -831,13 +838,15 @@ def test_plan_says_which_results_other_versions_made_and_that_they_stay(
     assert set(table(text).values()) == {("hit", "")}
 
 
-def test_the_code_of_a_process_is_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provenance_is_unchanged_if_source_files_change_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     first = provenance()
     monkeypatch.setattr(version, "git_commit", lambda: "files that changed later")
     assert provenance() == {**first, "created": provenance()["created"]}
 
 
-def test_plan_says_that_a_key_version_was_raised(
+def test_plan_reports_a_raised_key_version(
     run_copy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_record, "KEY_VERSION", 2)
@@ -849,7 +858,7 @@ def test_plan_says_that_a_key_version_was_raised(
     }
 
 
-def test_a_lost_connection_is_no_file(
+def test_lost_connection_is_not_reported_as_file_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lost(*_: Any) -> None:

@@ -1,5 +1,4 @@
-"""Promises of the cluster as the driver has it: shares, sizes of groups, what does not fit, nodes
-that differ; refusals in one sentence."""
+"""Tests of the driver's view of a cluster: shares, group sizes, connection and node checks."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ THREE = [{"CPU": 4.0, "GPU": 2.0, "memory": 64 * 2.0**30}] * 3
 
 
 def sizes(state: ClusterState, width: int = 100, name: str = "01-a", **settings: Any) -> list[int]:
-    """The groups of a driver with these settings of `cluster`."""
+    """Return the sizes of a driver's groups under these settings of the section `cluster`."""
     return shares.compute_group_sizes(state, ClusterSettings(**settings), name, width)
 
 
@@ -41,7 +40,7 @@ def test_number_of_groups_fits_resources_and_parallel_stages() -> None:
     assert sizes(alone, workers=1, gpus_per_worker=0.1, cpus_per_worker=4) == [1] * 3
     assert sizes(alone, workers=1, memory_gb_per_worker=40) == [1] * 3
     assert sizes(alone, workers=1, resources={"fast_disk": 1}) == [1], (
-        "none fits, and one is asked for"
+        "no group fits, but one is still requested"
     )
 
 
@@ -53,7 +52,7 @@ def test_a_tenth_of_a_gpu_fits_ten_times() -> None:
     ("gpus", "share", "groups"),
     [(2.0, 0.4, 4), (2.0, 0.5, 4), (3.0, 0.7, 3), (2.0, 0.1, 20), (1.2, 0.4, 2), (4.0, 2.0, 2)],
 )
-def test_a_part_of_a_gpu_is_on_one_card(gpus: float, share: float, groups: int) -> None:
+def test_fractional_gpu_worker_stays_on_one_gpu(gpus: float, share: float, groups: int) -> None:
     node = [{"CPU": 99.0, "GPU": gpus}]
     assert sizes(nodes_of(node), workers=1, gpus_per_worker=share) == [1] * groups
 
@@ -61,30 +60,30 @@ def test_a_part_of_a_gpu_is_on_one_card(gpus: float, share: float, groups: int) 
 @pytest.mark.parametrize(
     ("gpus", "backend"), [(0, "gloo"), (0.5, "gloo"), (1, "cpu:gloo,cuda:nccl")]
 )
-def test_objects_are_sent_by_gloo(gpus: float, backend: str) -> None:
+def test_nccl_backend_is_added_only_for_whole_gpus(gpus: float, backend: str) -> None:
     assert train.choose_collectives(ClusterSettings(workers=2, gpus_per_worker=gpus)) == backend
 
 
-def test_a_worker_is_on_one_node_and_not_on_parts_of_two() -> None:
+def test_a_worker_does_not_span_two_nodes() -> None:
     assert sizes(nodes_of([{"CPU": 3.0}] * 2), workers=1, cpus_per_worker=2) == [1, 1]
 
 
-def test_nodes_that_are_lost_or_leave_are_no_room() -> None:
+def test_lost_and_leaving_nodes_are_not_counted() -> None:
     assert sizes(nodes_of(THREE, lost=[0], leaving=[2]), workers=1) == [1] * 4
 
 
-def test_an_elastic_group_has_as_many_ranks_as_there_is_room_for() -> None:
+def test_elastic_groups_grow_to_the_available_cpus() -> None:
     settings: dict[str, Any] = {"workers": 4, "min_workers": 1}
     assert sizes(nodes_of([{"CPU": 1.0}] * 3), width=1, **settings) == [3]
     assert sizes(nodes_of([{"CPU": 1.0}] * 3, lost=[1, 2]), width=1, **settings) == [1]
     assert sizes(nodes_of([{"CPU": 1.0}] * 9), width=1, **settings) == [4]
     assert sizes(nodes_of([{"CPU": 1.0}] * 9), width=3, **settings) == [3] * 3
     assert sizes(nodes_of([{"CPU": 1.0}] * 2), width=7, **settings) == [1, 1], (
-        "many small groups before few large ones: a star has no sums to wait for"
+        "many small groups before few large ones: a group of one rank waits for no reduction"
     )
 
 
-def test_drivers_on_a_cluster_have_equal_shares_of_it() -> None:
+def test_drivers_on_one_cluster_get_equal_shares() -> None:
     around = nodes_of(THREE, drivers={"01": ("01-a",), "02": ("02-b",)})
     assert sizes(around, workers=1) == sizes(around, name="02-b", workers=1) == [1] * 6
     three = nodes_of(
@@ -94,14 +93,14 @@ def test_drivers_on_a_cluster_have_equal_shares_of_it() -> None:
         2,
         1,
         1,
-    ], "nothing is left unused"
+    ], "the whole cluster must be used"
     crowd = nodes_of([{"CPU": 1.0}], drivers={f"0{i}": (f"0{i}-a",) for i in range(5)})
     assert all(sizes(crowd, name=f"0{i}-a", workers=1) == [1] for i in range(5)), (
-        "each has a group, which waits for its turn"
+        "each driver has a group, which waits for its turn"
     )
 
 
-def test_trials_of_a_search_share_what_the_search_has() -> None:
+def test_trials_of_a_search_divide_the_share_of_the_search() -> None:
     around = nodes_of(
         [{"CPU": 8.0}], drivers={"01": ("01-a", "01-b", "01-search"), "02": ("02-c",)}
     )
@@ -109,14 +108,14 @@ def test_trials_of_a_search_share_what_the_search_has() -> None:
     assert len(sizes(around, name="02-c", workers=1)) == 4
 
 
-def test_what_does_not_fit_is_said_with_what_there_is() -> None:
+def test_error_names_workers_that_do_not_fit_and_cluster_size() -> None:
     around = nodes_of([{"CPU": 2.0}] * 2)
     with pytest.raises(
         UserError,
         match="this cluster \\(4 CPUs, 0 GPUs\\) has no room for 2 workers with 1 CPU, 1 GPU each",
     ):
         shares.check_fits(around, ClusterSettings(workers=2, gpus_per_worker=1))
-    # nodes may be started on demand
+    # With `groups` set, an autoscaler may add nodes.
     shares.check_fits(around, ClusterSettings(workers=2, gpus_per_worker=1, groups=1))
     shares.check_fits(around, ClusterSettings(workers=9, min_workers=4))
     with pytest.raises(UserError, match="5 workers"):
@@ -131,9 +130,7 @@ def test_what_does_not_fit_is_said_with_what_there_is() -> None:
         ({"Python": "3.9"}, "has Python 3.9"),
     ],
 )
-def test_a_node_with_other_versions_is_named_with_what_to_do(
-    node_versions: Any, message: str
-) -> None:
+def test_version_mismatch_error_names_node_and_remedy(node_versions: Any, message: str) -> None:
     node, driver_versions = nodes_of(THREE).nodes["1"], cluster.versions()
     cluster.check_versions(node, driver_versions, driver_versions)
     with pytest.raises(
@@ -142,12 +139,12 @@ def test_a_node_with_other_versions_is_named_with_what_to_do(
         cluster.check_versions(node, driver_versions | node_versions, driver_versions)
 
 
-def test_builds_of_one_version_are_one_version() -> None:
+def test_versions_omit_the_build_suffix() -> None:
     assert all("+" not in version for version in cluster.versions().values())
     assert cluster.versions()["torch"]
 
 
-def test_a_node_says_whether_it_sees_the_storage(tmp_path: Path) -> None:
+def test_a_node_reports_whether_it_can_access_the_storage(tmp_path: Path) -> None:
     (tmp_path / "probe").write_text("x")
     assert cluster.collect_facts(str(tmp_path / "probe")).unseen == ""
     assert cluster.collect_facts(str(tmp_path / "other")).unseen == "it is not there"
@@ -168,7 +165,7 @@ def test_a_node_says_whether_it_sees_the_storage(tmp_path: Path) -> None:
         ("Version mismatch: The cluster was started with: Ray 1.0", "Version mismatch"),
     ],
 )
-def test_why_a_cluster_lets_nobody_in_is_one_line(raised: str, message: str) -> None:
+def test_explanation_of_a_refused_connection_is_one_short_line(raised: str, message: str) -> None:
     assert message in cluster.explain_refusal(RuntimeError(raised))
     assert "\n" not in cluster.explain_refusal(RuntimeError(raised + "\n at line 3"))
     assert len(cluster.explain_refusal(RuntimeError(raised + " more" * 1000))) <= 300
@@ -186,19 +183,21 @@ def test_why_a_cluster_lets_nobody_in_is_one_line(raised: str, message: str) -> 
         "here:\N{SUPERSCRIPT TWO}",
     ],
 )
-def test_an_address_where_nothing_answers_is_told_at_once(address: str) -> None:
+def test_unreachable_or_invalid_address_is_reported(address: str) -> None:
     with pytest.raises(UserError, match=r"cluster\.address=local"):
         cluster.check_cluster_reachable(address)
 
 
-def test_an_address_that_answers_is_good(listening: Any) -> None:
+def test_reachable_address_is_accepted(listening: Any) -> None:
     for address in (listening, f"ray://{listening}", "auto"):
         cluster.check_cluster_reachable(address)
 
 
 class Gate:
-    """A gRPC server that lets in requests with the right token alone, as Ray's head and client
-    server do."""
+    """A gRPC service that accepts only requests with the right token.
+
+    Ray's head and its client server do the same.
+    """
 
     def __init__(self, token: str) -> None:
         self.token, self.methods = token, list[str]()
@@ -251,7 +250,7 @@ except UserError as error:
 def test_wrong_or_missing_token_is_reported_quickly(
     scheme: str, environment: Any, message: str, tmp_path: Path
 ) -> None:
-    """In a process of its own: Ray reads its mode and its token once."""
+    """Run in a subprocess, because Ray reads its authentication mode and token only once."""
     import concurrent.futures
 
     import grpc
@@ -281,10 +280,12 @@ def test_wrong_or_missing_token_is_reported_quickly(
         assert "RAY_AUTH_MODE=token" in process.stdout
 
 
-# ---- joined or started ---------------------------------------------------------------------------
+# ---- joining a cluster, starting a private one ---------------------------------------------------
 class FakeRay:
-    """What it is started with; each start fails with the next of `errors`, as long as there are
-    any."""
+    """A Ray module that records the arguments of each `init`.
+
+    errors: raised one by one by the first calls of `init`. up: whether Ray is initialized already.
+    """
 
     def __init__(self, *errors: Exception, up: bool = False) -> None:
         self.errors = list(errors)
@@ -306,8 +307,7 @@ class FakeRay:
 
 @pytest.fixture
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of the variables that we set or read is there; what a test sets in it is gone after
-    it."""
+    """Unset the variables that this project sets or reads, and restore them after the test."""
     for name in (*cluster.ENVIRONMENT, "RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -315,22 +315,22 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def listening() -> Iterator[Any]:
-    """The address of a port that answers."""
+    """Return the address of a port that accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def connected(monkeypatch: pytest.MonkeyPatch, ray: FakeRay, **settings: Any) -> Any:
-    monkeypatch.setattr(cluster, "check_token", lambda address: None)  # it needs the real one
+    monkeypatch.setattr(cluster, "check_token", lambda address: None)  # it needs the real Ray
     monkeypatch.setitem(sys.modules, "ray", ray)
     assert cluster.connect(ClusterSettings(**settings)) is ray
     return ray.started
 
 
-def test_who_joins_a_cluster_brings_the_code_and_the_variables_along(
+def test_joining_driver_uploads_code_and_environment_variables(
     bare_environment: Any, listening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ray._private.runtime_env.packaging import _get_excludes  # what decides it
+    from ray._private.runtime_env.packaging import _get_excludes  # Ray's own filter
 
     (how,) = connected(monkeypatch, FakeRay(), address=listening)
     assert how["address"] == listening
@@ -356,22 +356,21 @@ def test_who_joins_a_cluster_brings_the_code_and_the_variables_along(
     assert [path for path in code if is_excluded(path)] == []
 
 
-def test_an_installed_wheel_brings_its_packages_alone(
+def test_installed_wheel_uploads_only_its_packages(
     bare_environment: Any, listening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "IS_CHECKOUT", False)
     (how,) = connected(monkeypatch, FakeRay(), address=listening)
-    assert "working_dir" not in how["runtime_env"], "that would be all of site-packages"
+    assert "working_dir" not in how["runtime_env"], "it would contain all of site-packages"
     folders = [Path(folder) for folder in how["runtime_env"]["py_modules"]]
     assert [folder.name for folder in folders] == ["pipeline", "workers"]
     assert all((folder / "__init__.py").is_file() for folder in folders)
 
 
-def test_a_submitted_job_brings_variables_alone_and_none_that_it_was_submitted_with(
+def test_submitted_job_adds_only_variables_that_it_lacks(
     bare_environment: Any, listening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray refuses a variable that is given twice, in a sentence that repeats all of them:
-    credentials too."""
+    """Ray refuses a variable that is given twice, and prints all variables, also credentials."""
     from ray.runtime_env.runtime_env import _merge_runtime_env
 
     job: dict[str, Any] = {
@@ -392,10 +391,10 @@ def test_a_submitted_job_brings_variables_alone_and_none_that_it_was_submitted_w
         assert how["runtime_env"]["env_vars"].keys() == expected
         runtime_env: Any = submitted.get("runtime_env")
         merged = _merge_runtime_env(runtime_env, how["runtime_env"])
-        assert merged is not None, "Ray would refuse it"
+        assert merged is not None, "Ray would refuse these variables"
 
 
-def test_a_submitted_job_is_known_by_what_ray_gives_it(
+def test_submitted_job_is_detected_by_an_environment_variable_of_ray(
     bare_environment: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
@@ -405,7 +404,7 @@ def test_a_submitted_job_is_known_by_what_ray_gives_it(
     assert cluster.is_submitted_job()
 
 
-def test_what_a_person_has_exported_holds_here_and_on_the_workers(
+def test_exported_variable_overrides_the_default_on_driver_and_workers(
     bare_environment: Any, listening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")
@@ -424,7 +423,7 @@ def test_private_cluster_ignores_forgotten_clusters(
     for settings, cpus in (({}, 4), ({"workers": 3, "cpus_per_worker": 2}, 6)):
         (how,) = connected(monkeypatch, FakeRay(), **settings)
         assert (how["address"], how["num_cpus"], how["include_dashboard"]) == ("local", cpus, False)
-        assert "runtime_env" not in how, "its workers have this environment, and this code"
+        assert "runtime_env" not in how, "workers on this machine have this environment and code"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert [how["address"] for how in connected(monkeypatch, FakeRay(), address="local")] == [
         "local"
@@ -435,7 +434,7 @@ def test_private_cluster_ignores_forgotten_clusters(
     assert cluster.get_address(ClusterSettings()) == "local"
 
 
-def test_a_private_cluster_listens_on_loopback_and_one_that_is_joined_as_ever(
+def test_only_a_private_cluster_is_limited_to_loopback(
     bare_environment: Any, listening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ray._private import ray_constants
@@ -460,9 +459,7 @@ def test_a_private_cluster_listens_on_loopback_and_one_that_is_joined_as_ever(
     assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == ray_internals.ALLOW_OTHER_NODES_VARIABLE
 
 
-def test_a_ray_that_is_up_is_used_as_it_is(
-    bare_environment: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_initialized_ray_is_reused(bare_environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert connected(monkeypatch, FakeRay(up=True), address="127.0.0.1:1") == []
 
 
@@ -477,12 +474,12 @@ def test_unreachable_cluster_is_reported_and_leaves_nothing(
     ):
         connected(monkeypatch, ray, address=listening)
     assert (len(ray.started), ray.ended) == (1, 1), (
-        "it is not asked twice, and the next one starts from nothing"
+        "`init` is called once, and its remains are shut down"
     )
     away = FakeRay()
     with pytest.raises(UserError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
         connected(monkeypatch, away, address="127.0.0.1:1")
-    assert away.started == [], "Ray would try for two minutes"
+    assert away.started == [], "Ray itself would try for two minutes"
 
 
 @pytest.mark.parametrize(
@@ -492,7 +489,7 @@ def test_unreachable_cluster_is_reported_and_leaves_nothing(
         (TimeoutError(), r"\(TimeoutError\)"),
     ],
 )
-def test_a_private_cluster_has_a_second_try(
+def test_start_of_a_private_cluster_is_tried_twice(
     error: Any, message: str, bare_environment: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = FakeRay(error)
@@ -506,7 +503,7 @@ def test_a_private_cluster_has_a_second_try(
     assert (len(ray.started), ray.ended) == (2, 2)
 
 
-def test_a_python_in_a_folder_with_a_space_is_refused(
+def test_python_path_with_a_space_is_refused(
     bare_environment: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/my envs/bin/python")
@@ -516,7 +513,7 @@ def test_a_python_in_a_folder_with_a_space_is_refused(
     assert not ray.started
 
 
-def test_workers_import_nothing_from_the_current_folder(
+def test_private_cluster_starts_in_the_checkout_folder(
     bare_environment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
@@ -532,10 +529,13 @@ def test_workers_import_nothing_from_the_current_folder(
     assert Path.cwd() == tmp_path
 
 
-# ---- its nodes -----------------------------------------------------------------------------------
+# ---- nodes of the cluster ------------------------------------------------------------------------
 class Asked:
-    """A Ray on which functions run here; `answers`: what a node says instead, by id, or raises. Who
-    was asked stands in `nodes`."""
+    """A Ray module that runs remote functions in this process.
+
+    answers: node id -> the result, or the exception, that replaces that of the function. nodes:
+    ids of the nodes on which functions were started.
+    """
 
     def __init__(self, answers: Any = None) -> None:
         import ray.exceptions
@@ -546,8 +546,8 @@ class Asked:
 
     def remote(self, **how: Any) -> Any:
         node = how["scheduling_strategy"].node_id
-        assert how["num_cpus"] == 0, "a full node answers too"
-        assert how["scheduling_strategy"].soft is False, "no other one answers for it"
+        assert how["num_cpus"] == 0, "a node without a free CPU must answer too"
+        assert how["scheduling_strategy"].soft is False, "no other node may answer instead"
         self.nodes.append(node)
         return lambda function: SimpleNamespace(
             remote=lambda *args: partial(self.answer_of, node, function(*args))
@@ -565,7 +565,7 @@ class Asked:
 
 @pytest.fixture
 def affinity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's own wants ids of nodes that are its own."""
+    """Replace Ray's strategy, which accepts only ids of real Ray nodes."""
     monkeypatch.setattr(
         "ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy",
         lambda node, soft: SimpleNamespace(node_id=node, soft=soft),
@@ -595,7 +595,7 @@ def test_storage_check_asks_all_live_nodes(affinity: Any, tmp_path: Path) -> Non
         ),
     ],
 )
-def test_a_node_that_cannot_do_the_work_is_named(
+def test_node_check_names_the_unusable_node(
     answer: Any, message: str, affinity: Any, tmp_path: Path
 ) -> None:
     ray = Asked()
@@ -605,7 +605,7 @@ def test_a_node_that_cannot_do_the_work_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_registers_takes_nothing_and_lives_on_the_head() -> None:
+def test_registration_actor_uses_no_cpu_and_runs_on_the_head() -> None:
     made = []
 
     class Registry:
@@ -618,7 +618,7 @@ def test_who_registers_takes_nothing_and_lives_on_the_head() -> None:
 
     assert cluster.make_actor_name(Registry(), search=True) == "01-search"
     name, other = (cluster.make_actor_name(Registry()) for _ in range(2))
-    assert name != other, "trials of a search are drivers of one job"
+    assert name != other, "the trials of a search are drivers of one job"
     assert name.startswith("01-")
     assert isinstance(
         cluster.register_actor(Registry(), cluster.DriverRegistration, name),
@@ -635,17 +635,17 @@ def test_who_registers_takes_nothing_and_lives_on_the_head() -> None:
     ]
 
 
-def test_ray_writes_by_streams_of_its_own(tmp_path: Path) -> None:
+def test_ray_gets_the_plain_file_system(tmp_path: Path) -> None:
     streams = cluster.make_ray_storage_arguments(str(tmp_path))
     assert streams["storage_path"] == str(tmp_path)
     assert isinstance(streams["storage_filesystem"], fs.LocalFileSystem)
     streams = cluster.make_ray_storage_arguments("s3://bucket/runs/ray?region=eu-west-1")
     assert streams["storage_path"] == "bucket/runs/ray"
     assert isinstance(streams["storage_filesystem"], fs.S3FileSystem), (
-        "a stream is never closed half-way there: ours offers none"
+        "Ray gets the plain file system, because the project's wrapper has no output streams"
     )
 
 
-def test_the_process_of_the_queue_imports_no_torch() -> None:
+def test_queue_actor_does_not_import_torch() -> None:
     code = "import sys, pipeline.launch.queue_actor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The garbage collector is suspended during a call, and enabled afterwards."""
+"""Tests of the garbage collector: it is suspended during a call and enabled afterwards."""
 
 import gc
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""Promises of `compare`: groups of seeds, right means and differences, common tasks alone, what
-differs, one page, one sentence per mistake."""
+"""Tests of `compare`: seed groups, means and differences, common tasks, the page, and errors."""
 
 import copy
 import csv
@@ -38,8 +37,11 @@ def run_of(
     commit: Any = "",
     **settings: Any,
 ) -> Any:
-    """A run of some methods. shift: how many more test images of each task are answered right than
-    in the store."""
+    """Return a run of some methods.
+
+    Args:
+        shift: Number of correct test images to add to each stored task result.
+    """
     record = copy.deepcopy(fake_run.record(name))
     record["config"] |= {
         "seed": seed,
@@ -74,7 +76,7 @@ def text_of(html: Any) -> Any:
 
 
 # ---- numbers -------------------------------------------------------------------------------------
-def test_runs_that_differ_in_seed_and_name_alone_are_one_group(storage: Any) -> None:
+def test_runs_differing_only_in_seed_and_name_form_one_group(storage: Any) -> None:
     runs = [
         run_of(storage, "a", 0),
         run_of(storage, "b", 1),
@@ -85,11 +87,11 @@ def test_runs_that_differ_in_seed_and_name_alone_are_one_group(storage: Any) -> 
         ["a", "b"],
         ["c"],
         ["d"],
-    ]  # d has a seed that is there already
+    ]  # d is not in the first group, which already has seed 1
     assert [g.name for g in group_runs(runs)] == ["a (2 seeds)", "c", "d"]
 
 
-def test_means_and_deviations_are_those_of_the_sample(storage: Any) -> None:
+def test_mean_and_deviation_are_sample_statistics(storage: Any) -> None:
     runs = [
         run_of(storage, name, seed, shift=shift)
         for name, seed, shift in (("a", 0, 0), ("b", 1, 2), ("c", 2, 6))
@@ -127,7 +129,7 @@ def test_differences_are_paired_by_seed_where_seeds_match(storage: Any) -> None:
     assert spread.deviation == pytest.approx(statistics.stdev(pairs))
 
 
-def test_without_common_seeds_means_are_subtracted_and_both_spreads_count(storage: Any) -> None:
+def test_unpaired_difference_subtracts_means_and_combines_deviations(storage: Any) -> None:
     comparison = compare_runs(
         [
             run_of(storage, "a", 0),
@@ -143,12 +145,12 @@ def test_without_common_seeds_means_are_subtracted_and_both_spreads_count(storag
     assert spread.deviation == pytest.approx(math.hypot(first_spread.deviation, base.deviation))
 
 
-def test_a_mean_is_never_one_over_fewer_runs() -> None:
+def test_mean_is_nan_if_a_run_has_no_value() -> None:
     assert math.isnan(Spread.of([0.5, math.nan]).mean)
     assert Spread.of([0.5]).mean == 0.5
 
 
-def test_methods_are_compared_with_the_same_method_or_with_the_only_one(storage: Any) -> None:
+def test_baseline_is_the_first_runs_same_or_only_method(storage: Any) -> None:
     both = run_of(storage, "both", labels=("meat", "finetune"))
     comparison = compare_runs(
         [
@@ -173,7 +175,7 @@ def test_methods_are_compared_with_the_same_method_or_with_the_only_one(storage:
 
 
 # ---- tasks ---------------------------------------------------------------------------------------
-def test_partly_common_tasks_are_compared_alone_and_that_is_said(storage: Any) -> None:
+def test_only_common_tasks_are_compared_with_a_note(storage: Any) -> None:
     whole, part = run_of(storage, "a"), run_of(storage, "b", tasks=["shapes", "birds", "roots"])
     comparison = compare_runs([whole, part])
     assert comparison.tasks == ["shapes", "birds", "roots"]
@@ -188,7 +190,7 @@ def test_partly_common_tasks_are_compared_alone_and_that_is_said(storage: Any) -
     )
 
 
-def test_runs_without_a_common_task_are_refused_in_one_sentence(storage: Any) -> None:
+def test_runs_without_a_common_task_are_refused(storage: Any) -> None:
     with pytest.raises(
         UserError,
         match=r"runs a and b have no task in common \(the first has shapes, birds\); compare runs "
@@ -205,7 +207,7 @@ def test_runs_without_a_common_task_are_refused_in_one_sentence(storage: Any) ->
         "wren",
         "owl",
         "swan",
-    ]  # of the same name, and another task
+    ]  # same name, other classes
     with pytest.raises(UserError, match="no task in common"):
         compare_runs([run_of(storage, "a", tasks=["birds"]), other])
 
@@ -220,7 +222,7 @@ def test_tasks_in_another_order_are_matched_by_name(storage: Any) -> None:
     assert rows["b", "roots", "leaves"] == turned.matrix("finetune").rates[3, 1]
 
 
-def test_a_run_that_is_not_finished_has_no_averages_and_that_is_said(storage: Any) -> None:
+def test_unfinished_run_has_no_averages_and_a_note(storage: Any) -> None:
     run = run_of(storage, "b", train={})
     del run.artifacts["meat/roots/evaluate"]
     comparison = compare_runs([run_of(storage, "a"), run])
@@ -229,8 +231,8 @@ def test_a_run_that_is_not_finished_has_no_averages_and_that_is_said(storage: An
     assert "finished 3 of these 4" in text_of(render_comparison_page(comparison))
 
 
-# ---- what else differs ---------------------------------------------------------------------------
-def test_settings_and_provenance_that_differ_are_shown_and_equal_ones_left_out(
+# ---- other differences ---------------------------------------------------------------------------
+def test_only_differing_settings_and_provenance_are_shown(
     storage: Any,
 ) -> None:
     comparison = compare_runs(
@@ -261,7 +263,7 @@ def test_shared_stages_are_those_with_the_same_key(storage: Any) -> None:
 
 
 # ---- the page and the command --------------------------------------------------------------------
-def test_the_page_needs_nothing_else_and_says_what_it_shows(storage: Any) -> None:
+def test_comparison_page_is_self_contained_and_explains_its_metrics(storage: Any) -> None:
     html = render_comparison_page(
         compare_runs(
             [
@@ -298,7 +300,7 @@ def stored(storage: Any) -> Any:
     return storage
 
 
-def test_the_command_writes_page_and_tables_and_prints_a_short_table(
+def test_command_writes_page_and_tables_and_prints_a_summary(
     stored: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "page.html"
@@ -321,7 +323,7 @@ def test_the_command_writes_page_and_tables_and_prints_a_short_table(
     assert {r["entry"] for r in rows} == {"one (2 seeds)", "three"}
 
 
-def test_a_storage_that_may_only_be_read_is_one_sentence_that_names_out(
+def test_read_only_storage_error_names_the_out_option(
     stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(path: str, data: bytes) -> None:
@@ -337,7 +339,7 @@ def test_a_storage_that_may_only_be_read_is_one_sentence_that_names_out(
     assert cli.main([*command, "--out", str(tmp_path / "page.html")]) == 0
 
 
-def test_many_names_make_a_folder_that_a_file_system_takes() -> None:
+def test_folder_name_of_many_runs_is_short_and_unique() -> None:
     from pipeline.report.comparison_files import make_folder_name
 
     names = [f"a-rather-long-name-{i}" for i in range(40)]
@@ -357,7 +359,7 @@ def test_many_names_make_a_folder_that_a_file_system_takes() -> None:
         (["one", "two", "--out", "/nowhere/x.html"], "--out '/nowhere/x.html' cannot be written"),
     ],
 )
-def test_mistakes_get_one_sentence(
+def test_invalid_arguments_give_a_one_line_error(
     stored: Any, argv: Any, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["compare", *argv, "--storage", stored]) == 2
@@ -375,7 +377,7 @@ def test_mistakes_get_one_sentence(
         '{"name": "../../../escape", "stages": []}',
     ],
 )
-def test_a_record_that_is_not_as_it_was_written_is_named(
+def test_damaged_run_record_is_named_in_the_error(
     stored: Any, record: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = Path(stored) / "runs" / "two" / "run.json"

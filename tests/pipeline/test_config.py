@@ -1,5 +1,4 @@
-"""Promises of the config: what it reads, what it refuses, and that a key changes exactly where a
-result can."""
+"""Tests of configs: reading, refusals, and which settings change the keys of stages."""
 
 from __future__ import annotations
 
@@ -120,12 +119,12 @@ def test_words_that_look_like_numbers_stay_words(text: str) -> None:
     assert isinstance(parse_yaml(f"lr: {text}", "here")["lr"], str)
 
 
-def test_a_key_that_stands_twice_is_refused_at_any_depth() -> None:
+def test_duplicate_key_is_refused_at_any_depth() -> None:
     with pytest.raises(UserError, match=r"here, line 5, column 3: .*key 'epochs' occurs twice"):
         parse_yaml("name: r\ntrain:\n  epochs: 1\n  lr: 1\n  epochs: 2\n", "here")
 
 
-def test_settings_cannot_be_changed_after_they_were_checked() -> None:
+def test_checked_settings_are_immutable() -> None:
     run_config = config()
     for target, key in (
         (run_config, "seed"),
@@ -136,7 +135,7 @@ def test_settings_cannot_be_changed_after_they_were_checked() -> None:
             setattr(target, key, 1)
 
 
-def test_a_label_stands_for_its_method_unless_it_names_one() -> None:
+def test_label_is_the_method_name_unless_the_entry_names_one() -> None:
     run_config = config(
         methods={
             "meat": {"lambda": 0.8},
@@ -197,7 +196,7 @@ def test_task_settings_override_method_and_step_overrides_both() -> None:
         assert run_config.merge_train("meat", task=other) == common
 
 
-def test_overrides_and_extended_configs_reach_what_a_task_has_of_its_own(tmp_path: Path) -> None:
+def test_overrides_and_extended_configs_set_task_settings(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         low=STREAM,
@@ -235,14 +234,14 @@ def test_task_settings_must_be_known_and_not_change_plan(
     cls = METHODS[method]
     assert cls.per_task <= {info.alias or name for name, info in cls.Settings.model_fields.items()}
     assert not cls.per_task & {"memory", "per_class", "pretune", "base_mode"}, (
-        "they are of the whole stream"
+        "these settings apply to the whole stream"
     )
 
 
 @pytest.mark.parametrize(
     ("text", "enabled"), [("off", False), ("false", False), ("on", True), ("{experiment: x}", True)]
 )
-def test_tracking_is_switched_by_a_word(text: str, enabled: bool) -> None:
+def test_tracking_accepts_on_and_off(text: str, enabled: bool) -> None:
     assert config(f"tracking={text}").tracking.enabled is enabled
 
 
@@ -280,14 +279,14 @@ def test_tracking_is_switched_by_a_word(text: str, enabled: bool) -> None:
         {"train": {"lr": 1e-5, "precision": "bf16"}},
     ],
 )
-def test_a_dumped_config_reads_back_as_the_same(changes: Any) -> None:
+def test_dumped_config_reads_back_equal(changes: Any) -> None:
     run_config = config(**changes)
     again = check(parse_yaml(yaml.safe_dump(dump(run_config)), "dumped"), "dumped")
     assert again == run_config
     assert dump(again) == dump(run_config)
 
 
-def test_dump_without_task_settings_is_unchanged() -> None:
+def test_dump_omits_task_settings_that_are_not_set() -> None:
     assert all("tasks" not in entry for entry in dump(config())["methods"].values())
     assert (
         dump(config(methods={"meat": {"tasks": {"a": {"lambda": 0.6}}}}))["methods"]["meat"][
@@ -297,7 +296,7 @@ def test_dump_without_task_settings_is_unchanged() -> None:
     )
 
 
-def test_classes_are_names_also_where_they_look_like_numbers() -> None:
+def test_numeric_class_names_become_strings() -> None:
     assert config("stream.tasks.1.classes=[2, 3]").stream.tasks[1].classes == ("2", "3")
 
 
@@ -312,7 +311,7 @@ def test_variables_are_replaced_from_the_environment(monkeypatch: pytest.MonkeyP
     assert expand("${ACCRETE_OTHER:-../data}/x") == "../data/x"
 
 
-def test_paths_become_absolute_and_addresses_stay(
+def test_relative_paths_become_absolute_and_uris_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -368,9 +367,11 @@ FREE = {
 @pytest.mark.parametrize(
     ("section", "model"), [("cluster", ClusterSettings), ("tracking", TrackingSettings)]
 )
-def test_where_a_run_happens_is_in_no_key(section: str, model: Any, tmp_path: Path) -> None:
+def test_cluster_tracking_and_storage_settings_do_not_change_keys(
+    section: str, model: Any, tmp_path: Path
+) -> None:
     assert FREE[section].keys() == model.model_fields.keys(), (
-        "say for the new setting that it cannot change a result but in its rounding"
+        "add the new setting to FREE if it changes at most the rounding of results"
     )
     before = keys_of(config(), tmp_path)
     changes: dict[str, Any] = {}
@@ -428,7 +429,7 @@ OTHER = {
         "context": {"kind": "cb"},
     },
 }
-# setting -> another one, without which it has no effect
+# setting -> another setting that it needs to have an effect
 BESIDE = {
     "crop_scale": {"crop": "resized"},
     "longest_side": {"crop": "resized"},
@@ -452,12 +453,15 @@ LEARNED = ("*/[ab]/train", "*/[ab]/evaluate", "report")
         ("backbone", BackboneSettings, False, (*LEARNED, "backbone", "*/base/evaluate")),
     ],
 )
-def test_each_setting_that_can_change_results_changes_the_keys_of_these(
+def test_settings_change_the_keys_of_exactly_the_affected_stages(
     section: str, model: Any, without: bool, patterns: Any, tmp_path: Path
 ) -> None:
-    """`without` a base task, the backbone is not trained and does not know how training goes."""
+    """Without a base task, the backbone is not trained, and training settings do not affect it.
+
+    without: whether the stream has no base task.
+    """
     assert OTHER[section].keys() == model.model_fields.keys() - {*build.NOT_IN_KEYS}, (
-        "name another value of the new setting"
+        "add another value of the new setting to OTHER"
     )
     start = without_base() if without else config()
     for name, value in OTHER[section].items():
@@ -470,7 +474,7 @@ def test_each_setting_that_can_change_results_changes_the_keys_of_these(
         ), name
 
 
-def test_settings_that_save_memory_are_in_no_key(tmp_path: Path) -> None:
+def test_memory_saving_settings_do_not_change_keys(tmp_path: Path) -> None:
     assert build.NOT_IN_KEYS == ("resident_mb", "recompute")
     for start in (config, without_base):
         body = dump(start())
@@ -505,18 +509,18 @@ def test_settings_that_save_memory_are_in_no_key(tmp_path: Path) -> None:
         ("stream.tasks.2.classes=['4', '5', '6']", ("*/b/*", "report")),
     ],
 )
-def test_a_change_reaches_exactly_the_stages_that_it_can_affect(
+def test_override_changes_the_keys_of_exactly_the_affected_stages(
     override: str, patterns: Any, tmp_path: Path
 ) -> None:
     before = keys_of(config(), tmp_path)
     after = keys_of(config(override), tmp_path)
-    if patterns is None:  # the base task's name is in its evaluations' ids
+    if patterns is None:  # the ids of evaluations contain the base task's name
         assert {after[i] for i in after} & set(before.values()) == {before["data/digits"]}
     else:
         assert changed(before, after) == matching(before, *patterns)
 
 
-def test_an_override_that_says_what_is_so_already_changes_no_key(tmp_path: Path) -> None:
+def test_override_with_the_current_value_changes_no_key(tmp_path: Path) -> None:
     default = METHODS["meat"].Settings().model_dump(by_alias=True)["lambda"]
     assert not changed(
         keys_of(config(), tmp_path),
@@ -530,7 +534,7 @@ def test_an_override_that_says_what_is_so_already_changes_no_key(tmp_path: Path)
     assert not changed(keys_of(config(), tmp_path), keys_of(with_override, tmp_path))
 
 
-def test_a_task_that_has_by_itself_what_all_could_have_shares_their_result(tmp_path: Path) -> None:
+def test_equal_task_and_method_settings_give_equal_training_keys(tmp_path: Path) -> None:
     per_task, common = (
         keys_of(config(override), tmp_path)
         for override in ("methods.meat.tasks.a.lambda=0.8", "methods.meat.lambda=0.8")
@@ -538,11 +542,11 @@ def test_a_task_that_has_by_itself_what_all_could_have_shares_their_result(tmp_p
     assert per_task["meat/a/train"] == common["meat/a/train"]
     assert per_task["meat/b/train"] == keys_of(config(), tmp_path)["meat/b/train"]
     assert per_task["meat/a/evaluate"] != common["meat/a/evaluate"], (
-        "it is served under the common settings"
+        "a task is evaluated under the common settings"
     )
 
 
-def test_a_raised_revision_changes_the_keys_of_its_method_alone(
+def test_method_revision_changes_only_the_keys_of_that_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = keys_of(config(), tmp_path)
@@ -567,7 +571,7 @@ def test_shared_revision_changes_all_dependent_keys(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The base task is trained by fine-tuning, whatever methods follow."""
+    """The base task is always trained by fine-tuning, whichever methods follow."""
     before = [keys_of(config(), tmp_path), keys_of(without_base(), tmp_path)]
     monkeypatch.setattr(module, name, 99)
     after = [keys_of(config(), tmp_path), keys_of(without_base(), tmp_path)]
@@ -576,11 +580,13 @@ def test_shared_revision_changes_all_dependent_keys(
 
 
 @pytest.mark.parametrize("change", ["shards", "revision"])
-def test_how_shards_are_cut_changes_the_keys_of_all_that_trains_on_them(
+def test_shard_size_changes_the_keys_of_dependent_stages(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The order of samples hangs on where they lie in the shards, and the same images in other
-    shards have the same digest of their content."""
+    """The positions of samples in the shards decide their order in training.
+
+    The content digest does not show it: it is the same for equal images in other shards.
+    """
     starts = (config(), without_base())
     before = [keys_of(start, tmp_path) for start in starts]
     if change == "revision":
@@ -593,11 +599,13 @@ def test_how_shards_are_cut_changes_the_keys_of_all_that_trains_on_them(
         )
     after = [keys_of(start, tmp_path) for start in starts]
     assert changed(before[0], after[0]) == set(before[0])
-    assert changed(before[1], after[1]) == set(before[1]) - {"backbone"}, "it is not trained"
+    assert changed(before[1], after[1]) == set(before[1]) - {"backbone"}, (
+        "the backbone is not trained"
+    )
 
 
-def test_another_label_of_the_same_method_shares_its_results(tmp_path: Path) -> None:
-    """A label is a name for people: two that mean the same have the same keys."""
+def test_labels_with_equal_settings_share_keys(tmp_path: Path) -> None:
+    """Labels are not part of keys: two labels with equal settings have the same keys."""
     keys = keys_of(
         config(
             methods={
@@ -612,7 +620,7 @@ def test_another_label_of_the_same_method_shares_its_results(tmp_path: Path) -> 
     assert keys["meat/b/train"] != keys["other/b/train"]
 
 
-def test_a_method_beside_it_changes_no_key_of_a_method(tmp_path: Path) -> None:
+def test_another_method_in_the_config_changes_only_the_report_key(tmp_path: Path) -> None:
     alone, both = (
         keys_of(config(methods={"meat": BODY["methods"]["meat"]}), tmp_path),
         keys_of(config(), tmp_path),
@@ -621,7 +629,7 @@ def test_a_method_beside_it_changes_no_key_of_a_method(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("base", [True, False])
-def test_a_task_at_the_end_leaves_every_key_as_it_was(base: bool, tmp_path: Path) -> None:
+def test_appended_task_changes_only_the_report_key(base: bool, tmp_path: Path) -> None:
     start = config() if base else without_base()
     body = dump(start)
     body["stream"]["tasks"].append({"name": "c", "card": "digits", "classes": ["6", "7"]})
@@ -644,13 +652,13 @@ def test_task_order_changes_keys_of_chains_only(
     assert moved >= matching(before, "finetune/*/train", "joint/*/train")
 
 
-def test_the_base_task_comes_first_wherever_it_stands(tmp_path: Path) -> None:
+def test_position_of_the_base_task_does_not_change_keys(tmp_path: Path) -> None:
     body = dump(config())
     body["stream"]["tasks"].append(body["stream"]["tasks"].pop(0))
     assert not changed(keys_of(config(), tmp_path), keys_of(check(body, "test"), tmp_path))
 
 
-def test_the_classes_of_a_split_are_dealt_in_the_cards_order(tmp_path: Path) -> None:
+def test_split_assigns_classes_in_card_order(tmp_path: Path) -> None:
     run_config = config(stream={"tasks": [{"name": "d", "card": "digits", "split": 5}]})
     _, tasks = build.build_graph(run_config, Store(str(tmp_path)))
     assert [(t.name, t.classes) for t in tasks] == [
@@ -658,7 +666,7 @@ def test_the_classes_of_a_split_are_dealt_in_the_cards_order(tmp_path: Path) -> 
     ]
 
 
-def test_a_stream_can_begin_with_half_of_the_classes(tmp_path: Path) -> None:
+def test_split_accepts_a_list_of_task_sizes(tmp_path: Path) -> None:
     entry: dict[str, Any] = {"name": "d", "card": "digits", "split": [5, 3, 2]}
     _, tasks = build.build_graph(config(stream={"tasks": [entry]}), Store(str(tmp_path)))
     assert [(task.name, "".join(task.classes)) for task in tasks] == [
@@ -672,14 +680,14 @@ def test_a_stream_can_begin_with_half_of_the_classes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("split", [[], [10], [9, 0, 1], [5, "half"], -1, 2.5, 10**12])
-def test_a_split_into_impossible_tasks_is_refused(split: Any) -> None:
+def test_invalid_split_is_refused(split: Any) -> None:
     with pytest.raises(
         UserError, match=r"stream\.tasks\.0\.split is .*: give the number of tasks, or"
     ):
         config(stream={"tasks": [{"name": "d", "card": "digits", "split": split}]})
 
 
-# ---- configs that build on others ----------------------------------------------------------------
+# ---- configs that extend others ------------------------------------------------------------------
 def written(folder: Any, **files: Any) -> Any:
     for name, text in files.items():
         (folder / f"{name}.yaml").write_text(text)
@@ -692,7 +700,7 @@ STREAM = (
 )
 
 
-def test_a_config_extends_others_mapping_by_mapping_and_the_last_word_counts(
+def test_extended_configs_merge_recursively_and_the_last_value_wins(
     tmp_path: Path,
 ) -> None:
     path = written(
@@ -729,9 +737,7 @@ def test_a_config_extends_others_mapping_by_mapping_and_the_last_word_counts(
         ("{a: 1}", "name of a config file or a list"),
     ],
 )
-def test_a_config_that_extends_nonsense_gets_one_sentence(
-    tmp_path: Path, extends: str, message: str
-) -> None:
+def test_invalid_extends_value_is_refused(tmp_path: Path, extends: str, message: str) -> None:
     path = written(
         tmp_path, low=f"extends: top.yaml\n{STREAM}", top=f"extends: {extends}\nname: top\n"
     )
@@ -739,11 +745,11 @@ def test_a_config_that_extends_nonsense_gets_one_sentence(
         load(path)
 
 
-def test_a_config_extends_one_that_comes_with_accrete(tmp_path: Path) -> None:
+def test_config_can_extend_a_shipped_config(tmp_path: Path) -> None:
     base = "configs/streams/digits.yaml"
     path = written(tmp_path, top=f"extends: {base}\nname: top\nmethods: [linear]\n")
     assert [task.name for task in load(path).stream.tasks][:2] == ["digits-0123", "digits-45"]
-    assert yaml_files.find_stream(Path(path)) == "digits", "its recommended settings apply"
+    assert yaml_files.find_stream(Path(path)) == "digits", "recommended settings must apply"
     (tmp_path / "configs" / "streams").mkdir(parents=True)
     (tmp_path / base).write_text(STREAM)
     assert [task.card for task in load(path).stream.tasks] == ["digits"]
@@ -752,7 +758,7 @@ def test_a_config_extends_one_that_comes_with_accrete(tmp_path: Path) -> None:
         load(gone)
 
 
-# ---- what --set makes of a run -------------------------------------------------------------------
+# ---- names of runs under --set -------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
@@ -790,13 +796,13 @@ def test_overrides_that_change_results_change_run_name(
         )
 
 
-def test_a_file_that_is_no_run_by_itself_keeps_its_name(tmp_path: Path) -> None:
+def test_config_without_methods_keeps_its_name(tmp_path: Path) -> None:
     path = tmp_path / "part.yaml"
     path.write_text("{name: part, stream: {tasks: [{card: digits}]}}")
     assert load(str(path), ["methods={meat: {}}"]).name == "part"
 
 
-# ---- methods given by name alone ----------------------------------------------------------------
+# ---- methods given by name only ------------------------------------------------------------------
 DIGITS = "configs/streams/digits.yaml"
 CLASSES = "configs/streams/digits-class.yaml"
 
@@ -805,7 +811,7 @@ def plain_methods(loaded: Config) -> Any:
     return dump(loaded)["methods"]
 
 
-def test_a_named_method_takes_the_settings_recommended_for_the_stream() -> None:
+def test_named_method_gets_recommended_settings_of_the_stream() -> None:
     loaded = load(CLASSES, ["methods=icarl"])
     assert loaded.name == "digits-class-icarl"
     assert loaded.methods["icarl"].settings["memory"] == 50
@@ -814,7 +820,7 @@ def test_a_named_method_takes_the_settings_recommended_for_the_stream() -> None:
     ].settings == {"memory": 450}
 
 
-def test_a_recommended_backbone_changes_that_of_the_stream() -> None:
+def test_recommended_backbone_replaces_the_backbone_of_the_stream() -> None:
     loaded = load(CLASSES, ["methods=[dytox]"])
     assert loaded.backbone.name == "convit_local"
     assert loaded.backbone.img_size == load(CLASSES, ["methods=joint"]).backbone.img_size
@@ -829,7 +835,7 @@ def test_overrides_after_a_named_method_change_its_settings() -> None:
     assert loaded.base_name == "digits-class-icarl"
 
 
-def test_a_config_names_methods_and_others_extend_it(tmp_path: Path) -> None:
+def test_extending_config_can_change_named_methods(tmp_path: Path) -> None:
     stream = (Path.cwd() / CLASSES).as_posix()
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text(f"extends: {stream}\nname: first\nmethods: [icarl, wa]\n")
@@ -840,7 +846,7 @@ def test_a_config_names_methods_and_others_extend_it(tmp_path: Path) -> None:
     assert loaded["wa"]["train"] == {"epochs": 20, "batch_size": 16}
 
 
-def test_only_the_stream_itself_has_recommended_settings(tmp_path: Path) -> None:
+def test_recommended_settings_apply_only_to_shipped_streams(tmp_path: Path) -> None:
     other = tmp_path / "digits-class.yaml"
     other.write_text(
         (Path.cwd() / CLASSES).read_text().replace("digits.yaml", str(Path.cwd() / DIGITS))
@@ -864,12 +870,12 @@ def test_only_the_stream_itself_has_recommended_settings(tmp_path: Path) -> None
         ("../secret", "names '../secret', and no method is called so"),
     ],
 )
-def test_wrong_names_of_methods_get_a_sentence(value: str, sentence: str) -> None:
+def test_invalid_method_names_are_refused(value: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         load(DIGITS, [f"methods={value}"])
 
 
-def test_the_option_method_names_methods(
+def test_repeated_method_option_selects_methods(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     options = ["--set", f"storage={tmp_path}", "--method", "hat", "--set", "seed=3"]
@@ -881,7 +887,7 @@ def test_the_option_method_names_methods(
     assert parsed.overrides == ["methods=[hat, linear]", f"storage={tmp_path}", "seed=3"]
 
 
-def test_a_shipped_config_is_named_where_the_folder_has_none(
+def test_shipped_config_is_used_if_the_folder_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shipped = Path.cwd() / DIGITS
@@ -899,12 +905,14 @@ def test_a_shipped_config_is_named_where_the_folder_has_none(
             load(path)
 
 
-def test_a_stream_without_methods_says_how_to_name_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stream_without_methods_reports_the_method_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["plan", DIGITS]) == 2
     assert "--method NAME" in capsys.readouterr().err
 
 
-def test_all_mistakes_of_a_config_are_told_at_once() -> None:
+def test_all_errors_of_a_config_are_reported_together() -> None:
     body = {
         "name": "x",
         "seed": -3,
@@ -931,13 +939,13 @@ def test_all_mistakes_of_a_config_are_told_at_once() -> None:
     assert len(str(error.value)) < 700
 
 
-def test_letters_that_a_locale_does_not_know_are_no_mistake_of_yaml() -> None:
+def test_undecodable_override_reports_the_locale() -> None:
     with pytest.raises(UserError, match=r"set LC_ALL=C\.UTF-8"):
         parse_override("name=gr\udcc3\udcb6e")
 
 
 @pytest.mark.parametrize("value", [5e-324, 1e-31, 1e31])
-def test_numbers_by_which_a_division_overflows_are_refused(value: float) -> None:
+def test_extreme_numbers_are_refused(value: float) -> None:
     with pytest.raises(UserError, match="a number here is"):
         config(train={"lr": value})
     assert config(train={"lr": 1e-30}).train.lr == 1e-30

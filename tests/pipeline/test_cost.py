@@ -1,5 +1,4 @@
-"""Promises of `plan --cost`: what a run will take, from what was measured, and nothing where
-nothing was."""
+"""Tests of `plan --cost`: forecasts from measurements, calibration and formulas."""
 
 import io
 import shutil
@@ -33,12 +32,12 @@ from workers.model.compact import count_multiply_adds
 from workers.storage.artifact import Attempt
 
 CPU, GPU = "cpu (x86_64, 2 cores)", "NVIDIA H100"
-TRAIN = 36  # of 2 x 20 images of a task, those that are not held out
+TRAIN = 36  # training images of a task: 2 x 20, less the 10 % that are held out
 TEST = 20
 
 
 class Site(NamedTuple):
-    """folder: with a storage. cards: paths by the names of tasks."""
+    """A folder with a storage, and the paths of the cards by task name."""
 
     folder: Path
     cards: dict[str, str]
@@ -46,7 +45,7 @@ class Site(NamedTuple):
 
 @pytest.fixture(scope="module")
 def ingested(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """Cards of three tasks that stand in a store, and nothing else."""
+    """Create a store that contains only the ingested data of three tasks."""
     folder = tmp_path_factory.mktemp("forecast")
     cards = small_run.make_cards(folder, ("base", "a", "b"))
     store, graph, _, _ = planned(folder, cards)
@@ -75,8 +74,10 @@ def finished(
     device: str = CPU,
     **changes: Any,
 ) -> None:
-    """Publishes results by hand as if all stages had run: wall seconds in all, and seconds per
-    epoch."""
+    """Publish results as if all stages had run.
+
+    wall_s: wall seconds of each stage. epoch_s: seconds of each epoch.
+    """
     store, graph, tasks, checked = planned(folder, cards, methods, **changes)
     for stage in graph:
         if isinstance(stage.job, StageJob):
@@ -100,7 +101,7 @@ def finished(
 
 
 def device_seconds(prediction: cost.Forecast, label: str = "") -> float:
-    """Of the stages of a label, or of all."""
+    """Return the device seconds of the stages with a label, or of all stages."""
     total = 0.0
     for stage in prediction.costs.values():
         if label in ("", stage.label):
@@ -119,13 +120,13 @@ def costs(
 
 @pytest.fixture
 def site(ingested: Site, tmp_path: Path) -> Site:
-    """The same cards and their ingested data in a storage of its own."""
+    """Return the cards of `ingested` with a copy of their data in a new storage."""
     shutil.copytree(ingested.folder / "storage", tmp_path / "storage")
     return Site(tmp_path, ingested.cards)
 
 
-def test_twice_the_epochs_take_twice_the_time_of_epochs_and_the_rest_once(site: Site) -> None:
-    finished(*site, wall_s=10.0, epoch_s=3.0)  # 2 epochs: 6 s of 10
+def test_doubled_epochs_double_only_the_epoch_time(site: Site) -> None:
+    finished(*site, wall_s=10.0, epoch_s=3.0)  # 2 epochs take 6 s of the 10 s
     prediction = costs(*site, name="next", train={"epochs": 4})
     stage = prediction.costs["finetune/a/train"]
     assert (stage.images, stage.epochs, stage.basis) == (TRAIN, 4, "same method")
@@ -133,7 +134,7 @@ def test_twice_the_epochs_take_twice_the_time_of_epochs_and_the_rest_once(site: 
     assert prediction.devices == (CPU,)
 
 
-def test_more_workers_take_as_many_device_seconds_in_less_time(site: Site) -> None:
+def test_worker_count_changes_wall_time_but_not_device_seconds(site: Site) -> None:
     finished(*site, wall_s=10.0, epoch_s=3.0, workers=3)
     prediction = costs(*site, name="next", train={"epochs": 4}, cluster={"workers": 2, "groups": 1})
     assert prediction.costs["finetune/a/train"].device_s == pytest.approx(3 * 16)
@@ -141,13 +142,13 @@ def test_more_workers_take_as_many_device_seconds_in_less_time(site: Site) -> No
 
 
 class KnownImages(cost.Images):
-    """Counts that are the keys of tasks: `train/val`."""
+    """Image counts that are read from the keys of tasks (`train/val`)."""
 
     def of(self, data: cost.TaskData, split: str) -> float | None:
         return float(data.key.split("/")[("train", "val").index(split)])
 
 
-def test_nothing_is_held_out_of_data_with_validation_images(tmp_path: Path) -> None:
+def test_tasks_with_validation_images_hold_out_no_training_images(tmp_path: Path) -> None:
     images = KnownImages(Store(str(tmp_path)))
     tasks = {"own": cost.TaskData("100/30", {}), "plain": cost.TaskData("100/0", {})}
     trained = {
@@ -165,8 +166,8 @@ def test_nothing_is_held_out_of_data_with_validation_images(tmp_path: Path) -> N
     assert cost.count_work("evaluate", inputs, tasks, images).images == 30 + 20
 
 
-def test_an_evaluation_counts_the_test_images_of_all_tasks_that_it_measures(site: Site) -> None:
-    # 20, 40 and 60 images in 10 s each: the median is 4 images in a second
+def test_evaluation_forecast_counts_test_images_of_all_evaluated_tasks(site: Site) -> None:
+    # 20, 40 and 60 images in 10 s each: the median is 4 images per second
     finished(*site, wall_s=10.0)
     prediction = costs(*site, name="next", train={"epochs": 4})
     stage = prediction.costs["finetune/b/evaluate"]
@@ -174,7 +175,7 @@ def test_an_evaluation_counts_the_test_images_of_all_tasks_that_it_measures(site
     assert stage.device_s == pytest.approx(60 / 4)
 
 
-def test_another_method_stands_in_and_a_step_without_measurement_follows_a_formula(
+def test_missing_measurements_fall_back_to_other_method_then_formula(
     site: Site,
 ) -> None:
     finished(*site)
@@ -187,7 +188,7 @@ def test_another_method_stands_in_and_a_step_without_measurement_follows_a_formu
     assert "a run of one task" in output
 
 
-def test_a_fresh_storage_is_forecast_from_the_operations_of_the_backbone(site: Site) -> None:
+def test_forecast_for_fresh_storage_uses_backbone_flops(site: Site) -> None:
     cluster = {"workers": 2, "groups": 1, "cpus_per_worker": 1}
     methods = ("finetune", "linear", "toast")
     prediction = costs(*site, methods, cluster=cluster, train={"epochs": 4})
@@ -199,7 +200,7 @@ def test_a_fresh_storage_is_forecast_from_the_operations_of_the_backbone(site: S
     seconds = {stage_id: stage.device_s for stage_id, stage in prediction.costs.items()}
     image_s = speed.READ_S + 3 * forward_s
     assert seconds["finetune/a/train"] == pytest.approx(cost.STAGE_S + 4 * TRAIN * image_s)
-    # the second pass runs in every epoch
+    # TOAST's second pass runs in every epoch
     assert seconds["toast/a/train"] == seconds["finetune/a/train"]
     image_s = speed.READ_S + forward_s
     assert seconds["finetune/a/evaluate"] == pytest.approx(cost.STAGE_S + 2 * TEST * image_s)
@@ -223,7 +224,7 @@ def test_features_that_methods_share_are_forecast_once(site: Site) -> None:
     assert shared > cost.STAGE_S
 
 
-def test_an_augmented_linear_method_passes_every_epoch(site: Site) -> None:
+def test_augmented_linear_method_computes_features_in_every_epoch(site: Site) -> None:
     body = small_run.make_body(*site, ("linear",), train={"epochs": 4})
     image_s = []
     for flip in (False, True):
@@ -248,7 +249,7 @@ def test_a_calibration_replaces_the_formula(site: Site, monkeypatch: pytest.Monk
     store, graph, tasks, checked = planned(*site)
     todo = stages_to_run(graph, look_up_all(graph, store, None))
     prediction = cost.forecast(graph, checked, store, todo, tasks, calibrate=True)
-    assert asked == [(16, "cpu", "fp32")], "once for all stages of a kind"
+    assert asked == [(16, "cpu", "fp32")], "one calibration for all stages of a kind"
     stage = prediction.costs["finetune/a/train"]
     assert stage.basis == "calibration"
     epochs = checked.train.epochs
@@ -268,7 +269,7 @@ def test_a_calibration_takes_a_few_steps_of_the_real_backbone(
     assert forward_s > 0
 
 
-def test_a_machine_without_gpu_is_not_calibrated_for_one(
+def test_gpu_calibration_is_refused_without_a_gpu(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -284,7 +285,7 @@ def test_a_machine_without_gpu_is_not_calibrated_for_one(
     [{"backbone": {"img_size": 24}}, {"train": {"precision": "bf16"}}, {"device": GPU}],
     ids=["backbone", "precision", "device"],
 )
-def test_what_was_measured_of_something_else_does_not_count(site: Site, change: Any) -> None:
+def test_measurements_with_other_settings_are_ignored(site: Site, change: Any) -> None:
     finished(*site, **change)
     prediction = costs(*site, name="next", train={"epochs": 4})
     assert prediction.costs["finetune/a/train"].basis == "formula"
@@ -299,7 +300,7 @@ def test_cost_is_measured_on_configured_device(site: Site) -> None:
     assert prediction.costs["finetune/a/train"].basis == "formula"
 
 
-def test_the_card_tells_how_many_images_there_are_before_they_are_ingested(
+def test_uningested_images_are_counted_from_card_or_source_files(
     site: Site, tmp_path: Path
 ) -> None:
     finished(*site)
@@ -310,7 +311,9 @@ def test_the_card_tells_how_many_images_there_are_before_they_are_ingested(
         "a": small_run.make_card(tmp_path, "other", "23"),
     }
     listed = costs(tmp_path, cards, name="next")
-    assert listed.costs["finetune/a/train"].images == pytest.approx(TRAIN), "its files are listed"
+    assert listed.costs["finetune/a/train"].images == pytest.approx(TRAIN), (
+        "counted by listing its files"
+    )
     assert listed.costs["finetune/b/evaluate"].images == pytest.approx(3 * TEST)
     shutil.rmtree(tmp_path / "raw" / "other")
     prediction = costs(tmp_path, cards, name="next")
@@ -332,7 +335,7 @@ def test_a_joint_training_counts_all_tasks_so_far(site: Site) -> None:
     assert all(count is not None and count > TRAIN for count in images)
 
 
-def test_a_star_gets_faster_with_groups_and_a_chain_does_not(site: Site) -> None:
+def test_only_stars_get_faster_with_more_groups(site: Site) -> None:
     finished(*site, ("linear", "finetune"), wall_s=10.0, epoch_s=5.0)
 
     def wall(method: Any, groups: Any) -> Any:
@@ -353,12 +356,12 @@ def test_a_star_gets_faster_with_groups_and_a_chain_does_not(site: Site) -> None
     assert wall("finetune", 9) > 0.8 * wall("finetune", 1)
 
 
-# ---- parts of a GPU ------------------------------------------------------------------------------
+# ---- fractions of a GPU --------------------------------------------------------------------------
 FOUR = ("linear", "finetune", "packnet", "ewc")
 
 
 def note_gpu_use(site: Site, busy: float, ranks: float, name: str = "small") -> None:
-    """Write the status of a run whose ranks kept a GPU busy."""
+    """Write the status of a run with this use of a GPU."""
     figure: GpuFigure = {"node": "n", "gpu": "0", "busy": busy, "advice": "", "ranks": ranks}
     status: LiveStatus = {
         "name": name,
@@ -377,7 +380,7 @@ def note_gpu_use(site: Site, busy: float, ranks: float, name: str = "small") -> 
 
 
 def hours(site: Site, gpus: float, groups: int, **cluster: Any) -> tuple[float, float, str]:
-    """Return the seconds of devices and of wall time of a run on GPUs, and the printed forecast."""
+    """Return the device seconds, the wall seconds and the printed forecast of a run on GPUs."""
     settings = {"workers": 1, "groups": groups, "gpus_per_worker": gpus, **cluster}
     prediction = costs(*site, FOUR, name="next", train={"epochs": 4}, cluster=settings)
     row = cost.make_label_row(prediction, "together")
@@ -386,14 +389,14 @@ def hours(site: Site, gpus: float, groups: int, **cluster: Any) -> tuple[float, 
 
 @pytest.fixture(params=["formula", "same method"])
 def on_gpu(request: pytest.FixtureRequest, site: Site) -> Site:
-    """A storage without results, or with those of whole GPUs."""
+    """Return a storage without results, or with results measured on whole GPUs."""
     if request.param == "same method":
         whole = {"workers": 1, "gpus_per_worker": 1}
         finished(*site, FOUR, device=GPU, cluster=whole)
     return site
 
 
-def test_ranks_that_share_a_gpu_take_as_long_as_one_after_the_other(on_gpu: Site) -> None:
+def test_ranks_sharing_a_gpu_take_as_long_as_sequential_ranks(on_gpu: Site) -> None:
     one_gpu, one_wall, one_text = hours(on_gpu, 1, groups=1)
     _, two_wall, _ = hours(on_gpu, 1, groups=2)
     _, four_wall, _ = hours(on_gpu, 1, groups=4)
@@ -409,12 +412,12 @@ def test_ranks_that_share_a_gpu_take_as_long_as_one_after_the_other(on_gpu: Site
     assert "shared GPUs" not in hours(on_gpu, 0.25, groups=1)[2]
 
 
-def test_a_measured_use_tells_what_sharing_saves(site: Site) -> None:
+def test_measured_gpu_use_determines_savings_from_gpu_sharing(site: Site) -> None:
     finished(*site, FOUR, device=GPU, cluster={"workers": 1, "gpus_per_worker": 1})
     whole_gpu, _, _ = hours(site, 1, groups=1)
     _, four_wall, _ = hours(site, 1, groups=4)
     note_gpu_use(site, busy=0.2, ranks=1)
-    gpu_s, wall_s, text = hours(site, 0.25, groups=4)  # 0.8 of the GPU together
+    gpu_s, wall_s, text = hours(site, 0.25, groups=4)  # together they use 0.8 of the GPU
     assert gpu_s == pytest.approx(whole_gpu / 4)
     assert wall_s == pytest.approx(four_wall)
     assert "one rank keeps a GPU 20% busy (measured by run small)" in text
@@ -424,16 +427,16 @@ def test_a_measured_use_tells_what_sharing_saves(site: Site) -> None:
     assert four_wall < wall_s < 2 * four_wall
 
 
-def test_stages_measured_beside_others_are_faster_alone(site: Site) -> None:
+def test_stages_measured_on_shared_gpus_are_forecast_faster_alone(site: Site) -> None:
     shared = {"workers": 1, "groups": 4, "gpus_per_worker": 0.25}
     finished(*site, FOUR, device=GPU, cluster={"workers": 1, "gpus_per_worker": 1})
     whole_gpu, _, _ = hours(site, 1, groups=1)
-    finished(*site, FOUR, device=GPU, cluster=shared)  # the record of the same results
+    finished(*site, FOUR, device=GPU, cluster=shared)  # the same results, recorded with shared GPUs
     gpu_s, _, _ = hours(site, 1, groups=1)
     assert gpu_s == pytest.approx(whole_gpu / 4)
     note_gpu_use(site, busy=0.8, ranks=4)
     assert hours(site, 1, groups=1)[0] == pytest.approx(whole_gpu)
-    note_gpu_use(site, busy=0.8, ranks=2)  # fewer were at work than could be
+    note_gpu_use(site, busy=0.8, ranks=2)  # fewer ranks were at work than possible
     assert hours(site, 1, groups=1)[0] == pytest.approx(whole_gpu)
 
 
@@ -448,14 +451,14 @@ def test_a_stage_is_slowed_while_others_are_on_its_gpu() -> None:
     assert wall("ab", 2, 1.0) == pytest.approx(30)  # a ends after 20 s, and b is then alone
     assert wall("ab", 2, 0.6) == pytest.approx(12 + 10)
     assert wall("ab", 2, 0.5) == pytest.approx(20)
-    assert wall("ab", 1, 1.0) == pytest.approx(20)  # each has a GPU
+    assert wall("ab", 1, 1.0) == pytest.approx(20)  # each has its own GPU
     assert wall("abc", 2, 1.0) == pytest.approx(30)
     assert wall("c", 2, 1.0) == pytest.approx(25)
     assert wall("a", 2, 1.0, workers=2) == pytest.approx(20)  # its own ranks share a GPU
     assert wall("ab", 2, 1.0, groups=1) == pytest.approx(30)
 
 
-def test_every_method_has_a_line_of_its_own_beside_all_together(site: Site) -> None:
+def test_forecast_lists_each_method_and_the_total(site: Site) -> None:
     finished(*site, ("linear", "finetune"))
     prediction = costs(
         *site,
@@ -476,19 +479,21 @@ def test_every_method_has_a_line_of_its_own_beside_all_together(site: Site) -> N
     )
 
 
-def test_damaged_measurements_are_passed_over(site: Site) -> None:
+def test_damaged_history_falls_back_to_wall_time(site: Site) -> None:
     finished(*site)
     for path in (site.folder / "storage" / "stages").rglob("history.parquet"):
         path.write_bytes(b"")
     prediction = costs(*site, name="next", train={"epochs": 4})
-    assert prediction.costs["finetune/a/train"].device_s == pytest.approx(20), "by wall time alone"
+    assert prediction.costs["finetune/a/train"].device_s == pytest.approx(20), (
+        "estimated from the wall time alone"
+    )
 
 
 @pytest.mark.slow
 def test_forecast_of_doubled_epochs_is_close(
     tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Near: within a factor of four, on whatever machine, however busy."""
+    """Close means within a factor of four, on any machine, even a busy one."""
     cards = small_run.make_cards(tmp_path, ("base", "a"))
     path = small_run.write_config(
         tmp_path / "run.yaml",
@@ -522,7 +527,7 @@ def test_forecast_of_doubled_epochs_is_close(
     assert took / 4 < device_s < took * 4
 
 
-def test_a_run_that_stands_costs_nothing(
+def test_completed_run_costs_nothing(
     tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cards = small_run.make_cards(tmp_path, ("base",))

@@ -1,5 +1,7 @@
-"""`data prepare`: a small made-up copy of each data set, in the layout of its official files,
-becomes the class folders that its card reads."""
+"""Tests of `data prepare`, which turns the official files of a data set into class folders.
+
+The tests use small generated data in the layout of the official files.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ BOX = (3.0, 2.0, 10.0, 7.0)  # left, top, width, height
 
 @pytest.fixture
 def cub(tmp_path: Path) -> Path:
-    """Four images of each of two species: two to train, two to test."""
+    """Return the official files of two species with two training and two test images each."""
     folder = tmp_path / "CUB_200_2011"
     lines: dict[str, list[str]] = {
         "images": [],
@@ -64,7 +66,7 @@ def test_cub_becomes_class_folders_of_links(
     assert sorted(os.listdir(tmp_path / "prepared")) == ["test", "train"]
 
 
-def test_what_was_prepared_is_ingested(
+def test_prepared_data_can_be_ingested(
     cub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = small_card(tmp_path, "cub200", num_classes=2, counts={"train": 4, "test": 4})
@@ -75,7 +77,7 @@ def test_what_was_prepared_is_ingested(
     assert manifest["rejected"] == {}
 
 
-def test_cub_is_cut_by_its_boxes(
+def test_cub_images_are_cropped_to_their_boxes(
     cub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = small_card(tmp_path, "cub200-cropped", num_classes=2)
@@ -90,7 +92,7 @@ def test_cub_is_cut_by_its_boxes(
 
 
 def replace_line(path: Path, old: str, new: str) -> None:
-    """Replace a text that a list has once."""
+    """Replace a text that must occur exactly once in a list file."""
     text = path.read_text()
     assert text.count(old) == 1
     path.write_text(text.replace(old, new))
@@ -117,7 +119,7 @@ FIRST = f"1 {CUB_CLASSES[0]}/Bird_0001.jpg"
         ("bounding_boxes", f"1 {BOX[0]}", "1 inf", "is not a box"),
     ],
 )
-def test_a_damaged_list_is_one_sentence_and_nothing_is_written(
+def test_damaged_list_is_reported_and_nothing_is_written(
     cub: Path,
     cub_card: str,
     tmp_path: Path,
@@ -138,7 +140,7 @@ def test_a_damaged_list_is_one_sentence_and_nothing_is_written(
     assert not prepared.exists() or os.listdir(prepared) == []
 
 
-def test_a_link_out_of_the_folder_is_not_followed(
+def test_links_out_of_the_folder_are_refused(
     cub: Path, cub_card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     image = cub / "images" / CUB_CLASSES[0] / "Bird_0001.jpg"
@@ -159,7 +161,7 @@ def test_a_link_out_of_the_folder_is_not_followed(
     assert "classes.txt is a link out of" in prepare(capsys, cub_card, cub, code=2)
 
 
-def test_a_list_without_end_is_not_read(
+def test_oversized_or_unreadable_list_is_refused(
     cub: Path, cub_card: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with open(cub / "images.txt", "wb") as stream:
@@ -174,7 +176,7 @@ def test_a_list_without_end_is_not_read(
     assert "images.txt cannot be read" in prepare(capsys, cub_card, cub, code=2)
 
 
-def test_what_is_there_and_what_is_needed_is_told(
+def test_error_names_found_and_missing_files(
     cub: Path, cub_card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (cub / "classes.txt").unlink()
@@ -190,7 +192,7 @@ def test_what_is_there_and_what_is_needed_is_told(
     assert f"name the folder: tar -xf {archive}" in text
 
 
-def test_an_archive_that_is_not_whole_is_refused(
+def test_incomplete_archive_is_refused(
     cub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = small_card(tmp_path, "cub200", counts={"train": 5994, "test": 5794})
@@ -199,7 +201,7 @@ def test_an_archive_that_is_not_whole_is_refused(
     assert "says 5994 train and 5794 test images of 200 classes" in text
 
 
-def test_nothing_is_overwritten_and_another_folder_may_be_named(
+def test_output_is_not_overwritten_and_can_be_redirected(
     cub: Path, cub_card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(capsys, cub_card, cub)
@@ -209,7 +211,7 @@ def test_nothing_is_overwritten_and_another_folder_may_be_named(
     assert sorted(os.listdir(tmp_path / "other")) == ["test", "train"]
 
 
-def test_the_folder_of_the_official_files_may_be_filled_itself(
+def test_output_folder_can_be_the_folder_of_official_files(
     cub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = {"source": {"format": "folder", "path": str(cub)}}
@@ -220,7 +222,7 @@ def test_the_folder_of_the_official_files_may_be_filled_itself(
     assert labels_of(card)["train"] == dict.fromkeys(CUB_CLASSES, 2)
 
 
-def test_an_image_without_a_box_or_pixels_in_it_is_not_cut(
+def test_image_without_a_usable_box_or_pixels_is_refused(
     cub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = small_card(tmp_path, "cub200-cropped", num_classes=2)
@@ -244,13 +246,13 @@ def test_an_image_without_a_box_or_pixels_in_it_is_not_cut(
         ("nothing", "does not exist"),
     ],
 )
-def test_a_card_that_needs_no_preparation_says_so(
+def test_card_without_preparation_is_refused_with_a_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: str
 ) -> None:
     assert words in prepare(capsys, name, tmp_path, code=2)
 
 
-def test_box_is_cut_from_stored_pixels_and_turned_upright() -> None:
+def test_box_is_cropped_before_exif_rotation() -> None:
     pixels = np.zeros((16, 20, 3), np.uint8)
     pixels[2:9, 3:13] = 255
     exif = Image.Exif()
@@ -260,12 +262,12 @@ def test_box_is_cut_from_stored_pixels_and_turned_upright() -> None:
     cut = np.asarray(
         Image.open(io.BytesIO(crop_image(buffer.getvalue(), ImageBox(3, 2, 12.2, 8.5))))
     )
-    assert cut.shape == (10, 7, 3), "upright, the box rounded outwards"
+    assert cut.shape == (10, 7, 3), "the crop must be upright, with the box rounded outwards"
     assert (cut == 255).all()
 
 
 @pytest.mark.parametrize("folder", ["..", "../x", ".", ""])
-def test_a_split_that_is_no_sub_folder_is_refused(
+def test_split_outside_a_subfolder_is_refused(
     cub: Path, cub_card: str, capsys: pytest.CaptureFixture[str], folder: str
 ) -> None:
     path = Path(cub_card)

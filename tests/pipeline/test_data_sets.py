@@ -1,4 +1,4 @@
-"""Data sets by name: the list of cards, and what each says of itself."""
+"""Tests of data sets by name: the shipped cards, and the commands that list and describe them."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ SIZES = {
 
 
 def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
-    """Run a command; return what it printed, on both streams."""
+    """Run a command; return its output on stdout and stderr."""
     assert cli.main([*argv]) == code
     captured = capsys.readouterr()
     return captured.out + captured.err
 
 
 def write_card(folder: Path, name: str, text: str) -> None:
-    """Write a card into a folder that stands for `datasets`."""
+    """Write a card into a folder that replaces `datasets`."""
     (folder / name).mkdir()
     (folder / name / "card.yaml").write_text(text)
 
 
-def test_every_card_has_a_line_without_its_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_card_is_listed_without_its_data(capsys: pytest.CaptureFixture[str]) -> None:
     lines = output(capsys, "data", "list").split("\n\n")[0].splitlines()
     assert [line.split()[0] for line in lines[1:]] == card_files.list_card_names()
     assert lines[0].split()[:4] == ["card", "classes", "train", "test"]
@@ -57,7 +57,7 @@ def test_every_card_has_a_line_without_its_data(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", SIZES)
-def test_a_card_has_the_sizes_that_its_authors_state(name: str) -> None:
+def test_card_sizes_match_the_published_sizes(name: str) -> None:
     row = dict(zip(catalogue.HEADING, rows_by_name()[name], strict=True))
     numbers = tuple(int(row[column]) for column in ("classes", "train", "test"))
     assert numbers == SIZES[name]
@@ -69,7 +69,7 @@ def rows_by_name() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", card_files.list_card_names())
-def test_a_card_says_its_terms_and_where_its_data_is_to_be_fetched(name: str) -> None:
+def test_card_has_a_licence_and_a_download_address(name: str) -> None:
     card = card_files.load_without_source(name)
     assert card.name == name
     assert card.licence
@@ -78,7 +78,7 @@ def test_a_card_says_its_terms_and_where_its_data_is_to_be_fetched(name: str) ->
         assert re.match(r"https?://", card.archive.address)
 
 
-def test_what_was_not_checked_without_a_network_says_so(
+def test_list_marks_data_sets_that_were_not_verified(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     verified = {name for name, row in rows_by_name().items() if row[5] == "yes"}
@@ -88,7 +88,7 @@ def test_what_was_not_checked_without_a_network_says_so(
     assert "nothing was checked against the real data" in output(capsys, "data", "list", "cifar10")
 
 
-def test_a_card_tells_where_its_files_are_and_whether_they_are_there(
+def test_list_shows_the_path_of_the_files_and_their_presence(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCRETE_IMAGES", str(tmp_path))
@@ -101,11 +101,11 @@ def test_a_card_tells_where_its_files_are_and_whether_they_are_there(
     assert "(there)" in output(capsys, "data", "list", "imagenet-a")
 
 
-def test_an_unknown_card_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_card_suggests_a_similar_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'cub200'?" in output(capsys, "data", "list", "cub20", code=2)
 
 
-def test_a_broken_card_hides_no_other(
+def test_broken_card_does_not_hide_other_cards(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(card_files, "CARDS", tmp_path)
@@ -117,7 +117,7 @@ def test_a_broken_card_hides_no_other(
     assert "Traceback" not in text
 
 
-def test_notes_for_people_do_not_change_what_ingest_writes() -> None:
+def test_descriptive_fields_do_not_change_the_card_identity() -> None:
     card = card_files.load_without_source("cub200")
     body = card.model_dump()
     plain = Card.model_validate(body | {"archive": None, "verified": "", "licence": "x"})
@@ -125,7 +125,7 @@ def test_notes_for_people_do_not_change_what_ingest_writes() -> None:
     assert card.identity() == plain.identity() == noted.identity()
 
 
-def test_a_card_to_be_tested_on_takes_its_classes_from_the_unpacked_archive(
+def test_test_only_card_reads_classes_from_the_unpacked_archive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCRETE_IMAGES", str(tmp_path))
@@ -135,7 +135,7 @@ def test_a_card_to_be_tested_on_takes_its_classes_from_the_unpacked_archive(
     assert card_files.load_card_file("imagenet-a").classes[:2] == ("n00000000", "n00000001")
 
 
-def test_a_card_without_its_data_tells_the_command_that_says_how(
+def test_missing_data_error_names_the_list_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCRETE_IMAGES", str(tmp_path))

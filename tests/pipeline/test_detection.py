@@ -1,4 +1,4 @@
-"""What is found at a path: a data set and what is left out, or one sentence on what is there."""
+"""Tests of detection: the data sets at a path, the files that are left out, and refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refusal(path: Path) -> str:
     return message
 
 
-def test_class_folders_without_a_split_are_one_data_set(tmp_path: Path) -> None:
+def test_class_folders_without_splits_are_one_data_set(tmp_path: Path) -> None:
     class_folders(tmp_path / "zoo", NAMES)
     data_set = found(tmp_path / "zoo")
     assert data_set.name == "zoo"
@@ -50,7 +50,7 @@ def test_class_folders_without_a_split_are_one_data_set(tmp_path: Path) -> None:
     ("train", "test"),
     [("train", "test"), ("Training", "Testing"), ("TRAIN", "valid"), ("train", "validation")],
 )
-def test_train_and_test_are_found_under_the_names_that_people_give(
+def test_common_names_of_split_folders_are_recognised(
     train: str, test: str, tmp_path: Path
 ) -> None:
     class_folders(tmp_path / train, NAMES, 4)
@@ -60,7 +60,7 @@ def test_train_and_test_are_found_under_the_names_that_people_give(
     assert data_set.counts == {"train": 12, "test": 6}
 
 
-def test_validation_images_beside_test_images_are_their_own_split(tmp_path: Path) -> None:
+def test_validation_and_test_folders_are_separate_splits(tmp_path: Path) -> None:
     for split, images in (("train", 4), ("val", 1), ("test", 2)):
         class_folders(tmp_path / split, NAMES, images)
     data_set = found(tmp_path)
@@ -69,12 +69,12 @@ def test_validation_images_beside_test_images_are_their_own_split(tmp_path: Path
     assert data_set.notes == ()
 
 
-def test_train_alone_has_no_test_split(tmp_path: Path) -> None:
+def test_train_folder_alone_gives_no_test_split(tmp_path: Path) -> None:
     class_folders(tmp_path / "train", NAMES)
     assert not found(tmp_path).has_test
 
 
-def test_splits_may_be_words_in_the_names_of_folders(tmp_path: Path) -> None:
+def test_split_names_are_found_inside_folder_names(tmp_path: Path) -> None:
     data_set = found(nested_split_folders(tmp_path / "scenes"))
     splits = {"train": "seg_train/seg_train", "test": "seg_test/seg_test"}
     assert data_set.source["splits"] == splits
@@ -83,13 +83,13 @@ def test_splits_may_be_words_in_the_names_of_folders(tmp_path: Path) -> None:
     assert data_set.account.places["image in another folder"] == ["seg_pred/"]
 
 
-def test_classes_with_words_of_splits_stay_classes(tmp_path: Path) -> None:
+def test_class_names_that_contain_split_names_stay_classes(tmp_path: Path) -> None:
     names = ("test_tube", "train_station", "tree")
     class_folders(tmp_path / "zoo", names)
     assert found(tmp_path / "zoo").classes == names
 
 
-def test_a_flat_test_folder_has_no_labels_and_validation_serves_as_test(tmp_path: Path) -> None:
+def test_unlabelled_test_folder_is_replaced_by_validation(tmp_path: Path) -> None:
     for split in ("train", "val"):
         class_folders(tmp_path / split, NAMES)
     make_image(tmp_path / "test" / "unknown" / "1.png", 1)
@@ -102,7 +102,7 @@ def test_a_flat_test_folder_has_no_labels_and_validation_serves_as_test(tmp_path
     assert data_set.account.places["image in another folder"] == ["test/"]
 
 
-def test_a_folder_around_the_data_is_passed_through(tmp_path: Path) -> None:
+def test_wrapping_folders_are_skipped(tmp_path: Path) -> None:
     class_folders(tmp_path / "zoo" / "archive" / "images", NAMES)
     (tmp_path / "zoo" / "archive" / "README.txt").write_text("about")
     data_set = found(tmp_path / "zoo")
@@ -112,13 +112,13 @@ def test_a_folder_around_the_data_is_passed_through(tmp_path: Path) -> None:
     assert data_set.name == "zoo"
 
 
-def test_images_of_a_class_may_lie_in_folders_of_its_own(tmp_path: Path) -> None:
+def test_images_in_subfolders_of_a_class_are_counted(tmp_path: Path) -> None:
     class_folders(tmp_path, NAMES)
     make_image(tmp_path / "ant" / "2019" / "x.png", 1)
     assert found(tmp_path).counts == {"train": 10}
 
 
-def test_a_folder_of_data_sets_is_one_for_each(tmp_path: Path) -> None:
+def test_folder_of_data_sets_gives_one_per_subfolder(tmp_path: Path) -> None:
     class_folders(tmp_path / "insects", ("ant", "bee"))
     class_folders(tmp_path / "Farm animals" / "train", ("cow", "dog"))
     class_folders(tmp_path / "Farm animals" / "test", ("cow", "dog"))
@@ -128,7 +128,7 @@ def test_a_folder_of_data_sets_is_one_for_each(tmp_path: Path) -> None:
     assert [data_set.has_test for data_set in data_sets] == [True, False]
 
 
-def test_what_is_left_out_is_named(tmp_path: Path) -> None:
+def test_skipped_and_rejected_files_are_reported(tmp_path: Path) -> None:
     class_folders(tmp_path, NAMES)
     (tmp_path / "notes.txt").write_text("x")
     make_image(tmp_path / ".hidden" / "x.png", 6)
@@ -153,7 +153,7 @@ def test_what_is_left_out_is_named(tmp_path: Path) -> None:
     assert account.lines()[0] == "14 files = 9 used + 1 rejected + 4 not read"
 
 
-def test_a_folder_of_a_class_without_images_is_named(tmp_path: Path) -> None:
+def test_empty_class_folder_is_reported(tmp_path: Path) -> None:
     class_folders(tmp_path, NAMES)
     (tmp_path / "empty").mkdir()
     data_set = found(tmp_path)
@@ -185,7 +185,7 @@ def test_a_link_to_a_folder_inside_is_followed_once(tmp_path: Path) -> None:
     assert data_set.account.places == {"link that is not followed": ["ant/"]}
 
 
-def test_a_class_that_test_has_alone_is_left_out(tmp_path: Path) -> None:
+def test_class_without_train_images_is_left_out(tmp_path: Path) -> None:
     class_folders(tmp_path / "train", NAMES)
     class_folders(tmp_path / "test", (*NAMES, "yak"))
     data_set = found(tmp_path)
@@ -198,7 +198,7 @@ def test_a_class_that_test_has_alone_is_left_out(tmp_path: Path) -> None:
     assert data_set.account.places == {"unlabelled": ["test/"]}
 
 
-def test_a_bound_on_files_counts_at_least_so_many(
+def test_counts_are_inexact_above_the_file_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class_folders(tmp_path, NAMES)
@@ -210,7 +210,7 @@ def test_a_bound_on_files_counts_at_least_so_many(
     assert data_set.counts["train"] < 9
 
 
-def test_names_that_no_terminal_can_show_are_escaped(tmp_path: Path) -> None:
+def test_control_characters_in_names_are_escaped(tmp_path: Path) -> None:
     class_folders(tmp_path, ("ant", "b\x1b[31mee"))
     message = refusal(tmp_path)
     assert "\x1b" not in message
@@ -225,7 +225,7 @@ def write(path: Path) -> None:
 def make_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         here = os.open(".", os.O_RDONLY)
-        os.chdir(path.parent)  # the name of a socket is short
+        os.chdir(path.parent)  # the path of a socket must be short
         try:
             server.bind(path.name)
         finally:
@@ -257,7 +257,7 @@ BAD: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_does_not_fit_is_answered_with_what_is_there(case: str, tmp_path: Path) -> None:
+def test_refusal_describes_the_unsupported_folder(case: str, tmp_path: Path) -> None:
     says, make = BAD[case]
     make(tmp_path / "data")
     message = refusal(tmp_path / "data")
@@ -282,5 +282,5 @@ def test_two_folders_of_one_split_are_refused(tmp_path: Path) -> None:
         ("葉", "data"),
     ],
 )
-def test_any_text_gives_a_name(text: str, name: str) -> None:
+def test_any_text_gives_a_valid_file_name(text: str, name: str) -> None:
     assert get_file_name(text) == name

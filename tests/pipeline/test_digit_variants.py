@@ -1,4 +1,4 @@
-"""The digits that ship, rotated and permuted."""
+"""Tests of the rotated and permuted variants of scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.data.formats.sklearn import read_digits
 
 
 def pixels_of(name: str) -> NDArray[np.uint8]:
-    """Return the first 20 images, (20, 8, 8)."""
+    """Return the first 20 images, uint8 (20, 8, 8)."""
     items = [data for _, (_, data) in zip(range(20), read_digits(name), strict=False)]
     return np.stack([np.asarray(Image.open(io.BytesIO(data or b""))) for data in items])
 
@@ -23,7 +23,7 @@ def test_a_rotation_is_counterclockwise() -> None:
     assert not np.array_equal(pixels_of("digits-rotated-45"), plain)
 
 
-def test_one_permutation_moves_the_pixels_of_all_images() -> None:
+def test_all_images_share_one_pixel_permutation() -> None:
     plain, permuted = pixels_of("digits"), pixels_of("digits-permuted-3")
     order = np.random.RandomState(3).permutation(64)
     assert np.array_equal(permuted.reshape(20, 64), plain.reshape(20, 64)[:, order])

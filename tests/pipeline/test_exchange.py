@@ -1,5 +1,4 @@
-"""Promises of results as files: what is written is read as the same numbers, and a stranger's file
-costs one sentence."""
+"""Tests of result files: round trips, refusal of invalid files, and the commands."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def run(storage: str) -> RunTables:
 
 @pytest.fixture
 def body(run: RunTables) -> dict[str, Any]:
-    """The file of the run, without its digest."""
+    """Return the content of the run's file, without its digest."""
     content: dict[str, Any] = json.loads(encode_results([run]))
     del content["sha256"]
     return content
@@ -65,9 +64,7 @@ def write_csv(folder: Path, names: list[str], rows: list[list[Any]]) -> str:
 
 
 # ---- results as JSON -----------------------------------------------------------------------------
-def test_a_file_gives_the_matrices_metrics_and_sizes_of_its_run(
-    run: RunTables, tmp_path: Path
-) -> None:
+def test_result_file_round_trips_matrices_metrics_and_sizes(run: RunTables, tmp_path: Path) -> None:
     path = tmp_path / "lab.json"
     path.write_bytes(encode_results([run]))
     (read,) = read_results(str(path))
@@ -90,7 +87,7 @@ def test_a_file_gives_the_matrices_metrics_and_sizes_of_its_run(
     assert comparison.setting_rows() == []
 
 
-def test_a_file_names_no_folder_and_no_secret_of_its_writer(run: RunTables) -> None:
+def test_result_file_contains_no_local_paths_or_secrets(run: RunTables) -> None:
     record = copy.deepcopy(run.record)
     record["config"] |= {
         "storage": "/home/somebody/storage",
@@ -102,7 +99,7 @@ def test_a_file_names_no_folder_and_no_secret_of_its_writer(run: RunTables) -> N
         assert word not in text
 
 
-def test_metrics_that_a_file_claims_are_never_read(body: dict[str, Any], tmp_path: Path) -> None:
+def test_metrics_stored_in_a_result_file_are_ignored(body: dict[str, Any], tmp_path: Path) -> None:
     honest = read_results(write_json(tmp_path, body))[0].matrix("meat").final
     for method in body["runs"][0]["methods"]:
         method["metrics"] = dict.fromkeys(method["metrics"], 1.0)
@@ -124,7 +121,7 @@ def test_seeds_of_two_files_are_paired(body: dict[str, Any], tmp_path: Path) -> 
     assert last.difference(base, "average_accuracy").paired
 
 
-def test_other_images_of_a_task_are_noted(body: dict[str, Any], tmp_path: Path) -> None:
+def test_different_test_images_of_a_task_are_noted(body: dict[str, Any], tmp_path: Path) -> None:
     runs = []
     for name, digest in (("a", "1" * 64), ("b", "2" * 64)):
         body["runs"][0]["name"] = name
@@ -182,7 +179,7 @@ def _deep(levels: int) -> Any:
         (_of_meat(sizes=[{"after": "birds", "carried": -1}]), "sizes.0.carried is -1"),
     ],
 )
-def test_a_mistake_in_a_file_is_one_sentence(
+def test_invalid_result_file_is_refused_in_one_sentence(
     body: dict[str, Any],
     tmp_path: Path,
     change: Change,
@@ -219,7 +216,7 @@ def test_a_mistake_in_a_file_is_one_sentence(
         (b'"text"', "it holds no results"),
     ],
 )
-def test_what_is_no_file_of_results_is_one_sentence(
+def test_unreadable_result_file_is_refused_with_a_reason(
     tmp_path: Path, data: bytes, sentence: str
 ) -> None:
     path = tmp_path / "x.json"
@@ -228,7 +225,7 @@ def test_what_is_no_file_of_results_is_one_sentence(
         read_results(str(path))
 
 
-def test_files_that_have_no_end_or_are_elsewhere_are_refused(tmp_path: Path) -> None:
+def test_oversized_missing_and_remote_files_are_refused(tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     with large.open("wb") as stream:
         stream.truncate(MAX_BYTES + 1)
@@ -241,7 +238,7 @@ def test_files_that_have_no_end_or_are_elsewhere_are_refused(tmp_path: Path) -> 
         read_results("s3://bucket/x.json")
 
 
-def test_names_of_a_file_are_escaped_in_the_page(body: dict[str, Any], tmp_path: Path) -> None:
+def test_names_in_a_result_file_are_escaped_in_html(body: dict[str, Any], tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>"
     body["runs"][0]["methods"] = body["runs"][0]["methods"][:1]
     text = json.dumps(body).replace('"birds"', json.dumps(evil)).replace('"meat"', '"<b>"')
@@ -257,9 +254,7 @@ def test_names_of_a_file_are_escaped_in_the_page(body: dict[str, Any], tmp_path:
 
 
 # ---- a plain matrix ------------------------------------------------------------------------------
-def test_a_csv_matrix_is_compared_by_the_names_of_its_tasks(
-    body: dict[str, Any], tmp_path: Path
-) -> None:
+def test_csv_matrix_is_compared_by_task_names(body: dict[str, Any], tmp_path: Path) -> None:
     body["runs"][0]["methods"] = body["runs"][0]["methods"][:1]
     path = write_csv(tmp_path, TASKS, MATRIX)
     comparison = compare_runs(
@@ -275,7 +270,7 @@ def test_a_csv_matrix_is_compared_by_the_names_of_its_tasks(
     assert "The settings of peer are not known." in render_comparison_page(comparison)
 
 
-def test_a_matrix_may_end_at_the_diagonal_or_hold_more(tmp_path: Path) -> None:
+def test_accuracy_matrix_can_be_triangular_or_square(tmp_path: Path) -> None:
     full = [[0.9, 0.1], [0.8, 0.7]]
     (ragged,) = read_results(write_json(tmp_path, [[0.9], [0.8, 0.7]]))
     (square,) = read_results(write_json(tmp_path, full))
@@ -303,15 +298,17 @@ def test_a_matrix_may_end_at_the_diagonal_or_hold_more(tmp_path: Path) -> None:
         ("after," + ",".join(map(str, range(300))) + "\n", "more than 256"),
     ],
 )
-def test_a_mistake_in_a_csv_file_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_invalid_csv_file_is_refused_with_a_reason(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
     path = tmp_path / "peer.csv"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=re.escape(sentence)):
         read_results(str(path))
 
 
-# ---- the commands --------------------------------------------------------------------------------
-def test_a_run_its_file_and_a_matrix_are_compared_with_one_command(
+# ---- commands ------------------------------------------------------------------------------------
+def test_compare_accepts_a_run_a_result_file_and_a_matrix(
     run: RunTables, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages = [stage for stage in run.record["stages"] if stage["label"] in (None, "meat")]
@@ -330,7 +327,7 @@ def test_a_run_its_file_and_a_matrix_are_compared_with_one_command(
     assert {r["entry"] for r in rows} >= {"meat", "tiny [lab.json]"}
 
 
-def test_a_matrix_without_names_needs_as_many_tasks(
+def test_unnamed_matrix_must_have_as_many_tasks_as_the_run(
     run: RunTables, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Store(run.storage).save_record(run.record)

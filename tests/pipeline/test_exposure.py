@@ -1,5 +1,4 @@
-"""Servers listen for this machine alone unless a person says otherwise, and then say what that
-means; the password of one that is used is never said."""
+"""Tests of server exposure: bind addresses, warnings, and passwords that are never printed."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ from pipeline.tracking.outbox import Outbox
         ("", False),
     ],
 )
-def test_one_line_is_said_where_other_machines_can_reach_a_server(
+def test_server_warns_if_other_machines_can_reach_it(
     host: str, alone: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ui.warn_if_exposed(host, 5000, "read and delete every run: MLflow asks for no password")
@@ -60,7 +59,7 @@ def test_one_line_is_said_where_other_machines_can_reach_a_server(
 
 
 @pytest.mark.parametrize("command", [["ui"], ["serve", "model"]])
-def test_without_a_host_a_server_is_for_this_machine(command: Any) -> None:
+def test_servers_bind_to_localhost_by_default(command: Any) -> None:
     assert cli.parser().parse_args(command).host == "127.0.0.1"
     assert (
         cli.parser().parse_args([*command, "--host", "10.0.0.1", "--port", "5000"]).host
@@ -73,7 +72,7 @@ class Ended(Exception):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_mlflow_is_started_where_it_was_asked_for_after_the_warning(
+def test_mlflow_ui_starts_on_requested_host_and_warns_if_exposed(
     host: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pipeline.tracking import mlflow_client
@@ -94,13 +93,13 @@ def test_mlflow_is_started_where_it_was_asked_for_after_the_warning(
         cli.main(["ui", "--storage", str(tmp_path), "--host", host])
     assert started[0][started[0].index("--host") + 1] == host
     assert "hush" not in " ".join(started[0]), (
-        "everybody on this machine sees the arguments of a process"
+        "all users of this machine can see the arguments of a process"
     )
     assert ("anyone who reaches" in capfd.readouterr().err) == (host != "127.0.0.1")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_a_model_is_served_where_it_was_asked_for_after_the_warning(
+def test_model_server_starts_on_requested_host_and_warns_if_exposed(
     host: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -143,8 +142,10 @@ ANSWERS = {
 
 @pytest.fixture
 def tracking_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Its port, and the headers by which it was asked. The environment names it with its
-    password."""
+    """Run a tracking server, and yield its port and the Authorization headers that it receives.
+
+    MLFLOW_TRACKING_URI contains its address and a password.
+    """
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -162,7 +163,7 @@ def tracking_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         do_POST = do_GET
 
         def log_message(self, *_: Any) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(
@@ -175,7 +176,7 @@ def tracking_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         thread.join()
 
 
-def test_what_is_printed_of_a_tracking_server_has_no_password(
+def test_password_of_tracking_server_is_not_printed(
     tracking_server: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     port, asked = tracking_server
@@ -183,14 +184,14 @@ def test_what_is_printed_of_a_tracking_server_has_no_password(
     calls.close(calls.find({})[0], "FINISHED")
     assert cli.main(["ui", "--storage", str(tmp_path)]) == 0
     output = "".join(capfd.readouterr())
-    assert {*asked} == {f"Basic {base64.b64encode(b'me:hush').decode()}"}, "it is used"
-    assert "hush" not in output, "and not shown"
+    assert {*asked} == {f"Basic {base64.b64encode(b'me:hush').decode()}"}, "the password is sent"
+    assert "hush" not in output, "the password is not printed"
     assert output.startswith(f"MLflow: http://127.0.0.1:{port}/#/experiments/1/runs"), (
         "MLflow prints no links of its own"
     )
 
 
-def test_what_is_said_of_a_tracking_server_that_is_away_has_no_password(
+def test_password_of_unreachable_tracking_server_is_not_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hush@127.0.0.1:1")
@@ -256,7 +257,7 @@ def test_what_is_said_of_a_tracking_server_that_is_away_has_no_password(
         ),
     ],
 )
-def test_a_database_without_a_driver_and_a_broken_password_are_one_sentence(
+def test_missing_driver_or_broken_password_is_reported_in_one_sentence(
     uri: str,
     message: str,
     tmp_path: Path,
@@ -295,7 +296,7 @@ def starting(wait: float, port: int = 0) -> subprocess.Popen[str]:
     )
 
 
-def test_a_slow_server_is_waited_for_while_it_lives_and_people_are_told(
+def test_slow_server_is_awaited_with_progress_messages(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ui, "NOTICE_S", 0.2)
@@ -353,18 +354,18 @@ print(len(listeners), [name for name, address in listeners if not address.is_loo
 
 
 @pytest.mark.slow
-def test_a_private_ray_listens_for_this_machine_alone() -> None:
+def test_private_ray_listens_only_on_loopback_addresses() -> None:
     pytest.importorskip("psutil")
     process = subprocess.run(
         [sys.executable, "-c", PRIVATE], capture_output=True, text=True, timeout=900, check=True
     ).stdout.splitlines()[-1]
     count, open_to_all = process.split(" ", 1)
-    assert int(count) > 5, "its servers were seen"
+    assert int(count) > 5, "the listening sockets were found"
     assert open_to_all == "[]"
 
 
 @pytest.mark.slow
-def test_no_process_of_the_server_shows_the_database_in_its_arguments(tmp_path: Path) -> None:
+def test_database_uri_is_absent_from_server_process_arguments(tmp_path: Path) -> None:
     psutil = pytest.importorskip("psutil")
     (tmp_path / "hush").mkdir()
     (tmp_path / "storage").mkdir()
@@ -384,7 +385,7 @@ def test_no_process_of_the_server_shows_the_database_in_its_arguments(tmp_path: 
         ]
         assert len(processes) >= 2, "the server and its worker"
         assert "hush" not in " ".join(part for process in processes for part in process.cmdline())
-        assert (tmp_path / "hush" / "mlflow.db").exists(), "it is this database that they serve"
+        assert (tmp_path / "hush" / "mlflow.db").exists(), "the server uses this database"
     finally:
         for process in psutil.Process(server.pid).children(recursive=True):
             process.kill()

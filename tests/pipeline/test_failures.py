@@ -1,5 +1,5 @@
-"""A stage that fails leaves its whole traceback with node, rank and log, and its sentence names the
-user's or our line and that file."""
+"""Tests of failure reports: the stored traceback with host, rank and log, and the message with the
+line of code and the path of the traceback."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stage_of(key: str = "k1") -> Stage:
 
 
 def break_in_torch() -> dict[str, object]:
-    """An error whose innermost frame is a file of torch."""
+    """Raise an error with its innermost frame in a file of torch."""
     return {
         "x": torch.nn.functional.pad(torch.zeros(2, 2), (1, 1, 1, 1, 1, 1, 1, 1), mode="reflect")
     }
@@ -41,7 +41,7 @@ def traceback_files(storage: Path, key: str = "k1") -> list[Path]:
     return sorted((storage / failures.FOLDER / key).glob("*.txt"))
 
 
-def test_the_whole_traceback_is_kept_with_host_rank_and_log(tmp_path: Path) -> None:
+def test_failure_file_has_full_traceback_host_rank_and_log(tmp_path: Path) -> None:
     def run() -> dict[str, object]:
         torch.zeros(2) + torch.zeros(3)
         return {}
@@ -63,7 +63,7 @@ def test_the_whole_traceback_is_kept_with_host_rank_and_log(tmp_path: Path) -> N
     assert re.search(r"^log: .+", text, re.MULTILINE)
 
 
-def test_the_innermost_own_line_is_named_and_not_the_one_of_a_library(tmp_path: Path) -> None:
+def test_error_names_innermost_own_line_instead_of_library_line(tmp_path: Path) -> None:
     from workers.data.decoding import open_image
 
     run = partial(open_image, b"no image", 100)
@@ -71,7 +71,7 @@ def test_the_innermost_own_line_is_named_and_not_the_one_of_a_library(tmp_path: 
     assert re.search(r"\(at workers/data/decoding\.py:\d+ in open_image\)", event.message)
 
 
-def test_the_line_of_the_users_code_is_named_before_ours(tmp_path: Path) -> None:
+def test_error_names_the_users_line_before_project_lines(tmp_path: Path) -> None:
     from workers.data.decoding import open_image
 
     def misuse() -> Any:
@@ -82,7 +82,7 @@ def test_the_line_of_the_users_code_is_named_before_ours(tmp_path: Path) -> None
         assert re.search(rf"\(at {__file__}:\d+ in {run.__name__}\)", event.message)
 
 
-def test_an_error_from_another_process_is_named_by_its_line_there(tmp_path: Path) -> None:
+def test_error_from_another_process_names_its_line_there(tmp_path: Path) -> None:
     def run() -> dict[str, object]:
         cause = KeyError("x")
         cause.__cause__ = RuntimeError()
@@ -99,7 +99,7 @@ def test_an_error_from_another_process_is_named_by_its_line_there(tmp_path: Path
     )
 
 
-def test_the_users_line_in_another_process_is_named(tmp_path: Path) -> None:
+def test_error_from_another_process_names_the_users_line(tmp_path: Path) -> None:
     def run() -> dict[str, object]:
         cause = KeyError("x")
         cause.__cause__ = RuntimeError()
@@ -136,7 +136,7 @@ def test_unavailable_storage_does_not_hide_errors(
 
     event = attempt.attempt_stage(stage_of(), refused, str(tmp_path), dist.Group(2, 4))
     assert event.message == "fix it"
-    assert event.body["host"] == platform.node(), "as when the disk of this node is full"
+    assert event.body["host"] == platform.node(), "it helps if the disk of this node is full"
     assert event.body["rank"] == 2
     assert not traceback_files(tmp_path)
 
@@ -148,7 +148,7 @@ def test_unavailable_storage_does_not_hide_errors(
     assert "traceback: not kept: storage is away" in event.message
 
 
-def test_no_password_of_an_error_is_kept(tmp_path: Path) -> None:
+def test_passwords_in_errors_are_removed(tmp_path: Path) -> None:
     address = "https://{}@host/x".format("me:hush")
 
     def run() -> dict[str, object]:
@@ -161,7 +161,7 @@ def test_no_password_of_an_error_is_kept(tmp_path: Path) -> None:
     assert "hush" not in event.message + text
 
 
-def test_a_failure_has_the_end_of_the_log_without_colours_and_secrets(tmp_path: Path) -> None:
+def test_failure_file_has_log_end_without_colours_and_secrets(tmp_path: Path) -> None:
     log = tmp_path / "worker.err"
     log.write_text("".join(f"line {number}\n" for number in range(500)) + "s3://me:hush@bucket/x\n")
     end = failures.read_last_log_lines(str(log))
@@ -182,7 +182,7 @@ def test_a_failure_has_the_end_of_the_log_without_colours_and_secrets(tmp_path: 
     )
 
 
-def test_gc_takes_failures_of_stages_that_stand_or_that_no_run_needs(tmp_path: Path) -> None:
+def test_gc_deletes_failures_of_finished_and_unneeded_stages(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     for key in ("k1", "k2", "k3"):
         attempt.attempt_stage(stage_of(key), break_in_torch, str(tmp_path))
@@ -194,7 +194,7 @@ def test_gc_takes_failures_of_stages_that_stand_or_that_no_run_needs(tmp_path: P
 
 
 @pytest.mark.parametrize("step", ["train", "ingest"])
-def test_a_run_that_fails_says_where_its_traceback_is(
+def test_failed_run_prints_the_path_of_its_traceback(
     step: str,
     tmp_path: Path,
     quick: Any,
@@ -238,7 +238,7 @@ def test_a_run_that_fails_says_where_its_traceback_is(
         ("finetune/a/evaluate", [], "does not suffice for 'finetune/a/evaluate'"),
     ],
 )
-def test_a_gpu_without_memory_left_names_the_settings_that_help(
+def test_out_of_gpu_memory_error_names_helpful_settings(
     tmp_path: Path, stage_id: str, overrides: list[str], expected: str
 ) -> None:
     cards = small_run.make_cards(tmp_path, ("base", "a"))
@@ -251,4 +251,4 @@ def test_a_gpu_without_memory_left_names_the_settings_that_help(
 
     event = attempt.attempt_stage(stage, run, str(tmp_path))
     assert expected in event.message
-    assert not event.final, "another process may have left the GPU meanwhile"
+    assert not event.final, "another process may have freed memory of the GPU meanwhile"

@@ -1,4 +1,4 @@
-"""Conditions of methods stand under each table; a lead that they may explain is not bold."""
+"""Tests of fairness: conditions under each table, and no bold for a lead that they may explain."""
 
 from __future__ import annotations
 
@@ -54,18 +54,19 @@ CONDITIONS = Conditions(
         ),
     ],
 )
-def test_an_advantage_is_another_start_or_more_images(
+def test_different_start_or_more_images_is_an_advantage(
     changes: dict[str, Any], titles: list[str]
 ) -> None:
-    """Less is no advantage; trained parameters and epochs are those of the method."""
+    """Fewer images or exemplars are no advantage. Trained parameters and epochs are ignored,
+    because they belong to the method."""
     assert find_advantages(replace(CONDITIONS, **changes), CONDITIONS) == titles
 
 
-def test_a_fact_that_is_not_known_of_the_other_method_counts_too() -> None:
+def test_condition_unknown_for_other_method_is_an_advantage() -> None:
     assert find_advantages(CONDITIONS, replace(CONDITIONS, weights=None)) == ["weights"]
 
 
-def test_sentences_name_what_is_equal_and_what_is_not() -> None:
+def test_conditions_are_described_as_equal_unequal_or_unknown() -> None:
     other = replace(CONDITIONS, exemplars=0, weights="timm", images=None, seeds=("0",))
     assert describe_conditions([CONDITIONS, other]) == [
         "Equal for all: backbone (vit_tiny_patch16_224 at 32 px), class order, share of images for "
@@ -76,14 +77,14 @@ def test_sentences_name_what_is_equal_and_what_is_not() -> None:
 
 
 def with_conditions(compared: Any, monkeypatch: pytest.MonkeyPatch, **of_meat: Any) -> Any:
-    """Give all methods the same conditions, but for these of `meat`."""
+    """Give all methods the same conditions, except for the changes `of_meat` to `meat`."""
     facts = {entry.name: CONDITIONS for entry in compared.entries}
     facts["meat"] = replace(CONDITIONS, **of_meat)
     monkeypatch.setattr(ComparedMethod, "conditions", property(lambda entry: facts[entry.name]))
     return compared
 
 
-def test_a_lead_with_more_exemplars_is_not_bold_and_is_explained(
+def test_leader_with_more_exemplars_is_explained_and_not_bold(
     storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = with_conditions(comparison(storage), monkeypatch, exemplars=900)
@@ -104,13 +105,15 @@ def test_a_lead_with_more_exemplars_is_not_bold_and_is_explained(
         assert "exemplars (200 to 900)" in text
 
 
-def test_a_lead_with_less_is_bold(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leader_with_fewer_exemplars_and_images_is_bold(
+    storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compared = with_conditions(comparison(storage), monkeypatch, exemplars=0, images=10.0)
     assert paper.accuracy_table(compared).rows["meat"][0].is_best
     assert not any("is not bold" in sentence for sentence in compared.fairness_notes())
 
 
-def test_sizes_are_compared_whatever_was_given(
+def test_size_winner_ignores_unequal_conditions(
     storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = with_conditions(comparison(storage), monkeypatch, exemplars=900)
@@ -123,7 +126,7 @@ def test_sizes_are_compared_whatever_was_given(
     ("settings", "count"),
     [({}, 0), ({"memory": 50}, 50), ({"memory": 50, "per_class": 2}, 28), (None, None)],
 )
-def test_exemplars_follow_from_the_settings_of_the_stages(
+def test_exemplar_count_is_computed_from_stage_settings(
     settings: dict[str, int] | None, count: int | None, storage: Any
 ) -> None:
     run = run_of(storage, "t-seed-0", 0, ("meat",))

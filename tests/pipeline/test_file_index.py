@@ -1,4 +1,4 @@
-"""A row of a table names exactly one file, or the reading is refused."""
+"""Tests of the file index, which finds the one file that a row of a table names."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def patterns(rows: list[NamedRow], files: list[str], folder: str = "") -> list[t
     return [found.patterns for found in find_placements(rows, FileIndex(files), folder, BASE)]
 
 
-def test_paths_as_they_stand_go_before_all_else() -> None:
+def test_exact_paths_take_precedence() -> None:
     files = ["images/1.png", "images/2.png", "copy/images/1.png"]
     rows = rows_of(("images/1.png", "a"), ("images/2.png", "b"))
     assert patterns(rows, files) == [("{}",)]
 
 
-def test_names_in_one_folder_are_found_there() -> None:
+def test_file_names_are_found_in_their_common_folder() -> None:
     rows = rows_of(("1", "a"), ("2", "b"))
     assert patterns(rows, ["images/1.png", "images/2.png"]) == [("images/{}.png",)]
 
 
-def test_names_in_folders_of_labels_need_the_label() -> None:
+def test_ambiguous_names_are_resolved_by_the_label_folder() -> None:
     files = ["cat/1.png", "dog/1.png", "dog/2.png"]
     rows = rows_of(("1.png", "cat"), ("1.png", "dog"), ("2.png", "dog"))
     assert patterns(rows, files) == [("{label}/{}",)]
 
 
-def test_names_in_folders_of_splits_need_the_split() -> None:
+def test_ambiguous_names_are_resolved_by_the_split_folder() -> None:
     files = ["train/1.png", "test/1.png"]
     rows = rows_of(("1.png", "cat", "train"), ("1.png", "dog", "test"))
     assert patterns(rows, files) == [("{split}/{}",)]
@@ -50,17 +50,17 @@ def test_names_in_folders_of_splits_need_the_split() -> None:
     assert found.files == ("train/1.png", "test/1.png")
 
 
-def test_two_folders_that_could_hold_the_images_are_both_returned() -> None:
+def test_all_folders_that_contain_every_name_are_returned() -> None:
     files = [f"{folder}/{name}.png" for folder in ("left", "right") for name in "12"]
     assert len(patterns(rows_of(("1.png", "a"), ("2.png", "b")), files)) == 2
 
 
-def test_a_name_in_two_folders_that_no_column_tells_apart_has_no_reading() -> None:
+def test_ambiguous_names_without_a_distinguishing_column_match_nothing() -> None:
     files = ["x/1.png", "y/1.png"]
     assert patterns(rows_of(("1.png", "a"), ("1.png", "b")), files) == []
 
 
-def test_the_table_may_lie_in_a_folder_of_its_own() -> None:
+def test_table_can_be_in_a_different_folder_than_the_images() -> None:
     rows = rows_of(("1.png", "a"), ("2.png", "b"))
     assert patterns(rows, ["img/1.png", "img/2.png"], "meta") == [("../img/{}",)]
 
@@ -68,14 +68,14 @@ def test_the_table_may_lie_in_a_folder_of_its_own() -> None:
 @pytest.mark.parametrize(
     "text", ["C:\\Users\\me\\set\\img\\1.png", "/home/me/set/img/1.png", "set/img/1.png"]
 )
-def test_folders_of_another_machine_are_exchanged_for_one_of_the_source(text: str) -> None:
+def test_paths_from_another_machine_are_mapped_to_the_source(text: str) -> None:
     finder = FileFinder(FileIndex(["img/1.png", "img/2.png"]), "", BASE, ["{}"])
     rows = rows_of((text, "a"), (text.replace("1.", "2."), "b"))
     finder.find_moved_folders(rows)
     assert [finder.find(row)[0] for row in rows] == [["img/1.png"], ["img/2.png"]]
 
 
-def test_folders_of_another_machine_that_can_be_two_here_are_not_exchanged() -> None:
+def test_ambiguous_paths_from_another_machine_are_not_mapped() -> None:
     finder = FileFinder(FileIndex(["a/img/1.png", "b/img/1.png"]), "", BASE, ["{}"])
     row = NamedRow("/home/me/img/1.png", "a", "")
     finder.find_moved_folders([row])
@@ -97,23 +97,23 @@ def test_folders_of_another_machine_that_can_be_two_here_are_not_exchanged() -> 
         ("a/1.png\0", [], NO_PATH),
     ],
 )
-def test_a_row_leads_to_a_file_of_the_source_or_to_a_problem(
+def test_each_path_resolves_to_a_source_file_or_a_problem(
     text: str, names: list[str], problem: str | None
 ) -> None:
     finder = FileFinder(FileIndex(["a/1.png", "b/2.png"]), "", BASE, ["{}"])
     assert finder.find(NamedRow(text, "x", "")) == (names, problem)
 
 
-def test_a_list_of_patterns_finds_all_that_are_there() -> None:
+def test_several_patterns_return_all_matching_files() -> None:
     finder = FileFinder(FileIndex(["a/1.png", "b/1.png"]), "", BASE, ["a/{}", "b/{}"])
     assert finder.find(NamedRow("1.png", "x", "")) == (["a/1.png", "b/1.png"], None)
 
 
-def test_anywhere_finds_a_name_in_any_folder() -> None:
+def test_recursive_pattern_finds_a_name_in_any_folder() -> None:
     finder = FileFinder(FileIndex(["a/x/1.png", "b/2.png"]), "", BASE, ["**/{}"])
     assert finder.find(NamedRow("1.png", "x", ""))[0] == ["a/x/1.png"]
 
 
-def test_capitals_tell_two_files_apart() -> None:
+def test_paths_that_differ_in_case_are_distinguished() -> None:
     index = FileIndex(["a/1.png", "A/1.png"])
     assert index.find_path("A/1.png") == ["A/1.png"]

@@ -1,4 +1,5 @@
-"""Metrics that need more than the accuracy matrix: classes, joint training, next tasks."""
+"""Tests of metrics that need more than the accuracy matrix: balanced accuracy, intransigence, and
+forward transfer."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def run_domains(folder: Path, scenario: str, methods: tuple[str, ...], **stream:
     classes = ("234", "234") if scenario == "domain" else ("23", "456")
     tasks = []
     for name, digits in zip("ab", classes, strict=True):
-        # unequal classes, so that balanced accuracy differs from accuracy
+        # classes of unequal size, so that balanced accuracy differs from accuracy
         card = small_run.make_card(folder, name, digits, train=12, test=9)
         for path in sorted((folder / "raw" / name / "test" / digits[0]).iterdir())[3:]:
             path.unlink()
@@ -52,7 +53,7 @@ def count_by_hand(folder: Path, label: str, scenario: str) -> float:
 
 
 def learned_rate(folder: Path, label: str, task: str) -> float:
-    """Return the accuracy on a task just after it was learned."""
+    """Return the accuracy on a task immediately after it was learned."""
     result = small_run.manifests(folder / "storage")[f"{label}/{task}/evaluate"]["result"]
     (row,) = [row for row in result["rows"] if row["task"] == task]
     rate: float = row["correct"] / row["total"]
@@ -60,7 +61,9 @@ def learned_rate(folder: Path, label: str, task: str) -> float:
 
 
 @pytest.mark.parametrize("scenario", ["task", "class", "domain"])
-def test_balanced_accuracy_and_intransigence(tmp_path: Path, scenario: str) -> None:
+def test_balanced_accuracy_and_intransigence_match_counts_by_hand(
+    tmp_path: Path, scenario: str
+) -> None:
     other = "linear" if scenario == "task" else "er"
     results = run_domains(tmp_path, scenario, ("joint", other))
     summary = results.summary.set_index("label")
@@ -79,10 +82,10 @@ def test_balanced_accuracy_and_intransigence(tmp_path: Path, scenario: str) -> N
     assert (classes["total"] == np.where(few, 3, 9)).all()
 
 
-def test_predictions_are_read_once_and_only_where_classes_are_shown(
+def test_predictions_are_read_once_and_only_for_class_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The summary on the console reads manifests alone: a bucket takes a request for each file."""
+    """The console summary reads only manifests, because a bucket takes one request per file."""
     results = run_domains(tmp_path, "task", ("linear",))
     (tables,) = results.tables.values()
     read: list[str] = []
@@ -113,7 +116,7 @@ def test_forward_transfer_is_measured_if_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["task", "class"])
-def test_other_scenarios_have_no_next_task(tmp_path: Path, scenario: str) -> None:
+def test_measure_next_is_refused_outside_scenario_domain(tmp_path: Path, scenario: str) -> None:
     cards = small_run.make_cards(tmp_path, ("base", "a"))
     body = small_run.make_body(tmp_path, cards, scenario=scenario)
     body["stream"]["measure_next"] = True

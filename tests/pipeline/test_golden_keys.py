@@ -1,5 +1,5 @@
-"""Promises of keys over the years: a new setting orphans no stored result, a changed default never
-answers for another, and both are noticed before they are released."""
+"""Tests that keys stay stable: new settings keep old keys, changed defaults give new keys, and the
+golden files report every change."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def key(settings: Frozen) -> str:
 
 
 class Newer(TrainSettings):
-    """A version with one more setting."""
+    """Training settings of a later version with one more setting."""
 
     lookahead: Annotated[int, Neutral(0)] = 0
 
 
 class Tuned(TrainSettings):
-    """A version with another default of it: not the neutral value."""
+    """A version in which the default of that setting is not the neutral value."""
 
     lookahead: Annotated[int, Neutral(0)] = 5
 
@@ -52,7 +52,7 @@ class Faster(TrainSettings):
     epochs: int = 11
 
 
-def test_keys_and_defaults_are_those_that_are_written_down() -> None:
+def test_keys_and_defaults_match_the_golden_files() -> None:
     old = golden_keys.read()
     new = golden_keys.pinned()
     assert old == new, "\n".join(
@@ -69,15 +69,15 @@ def test_a_new_setting_with_a_neutral_value_changes_no_key() -> None:
 def test_a_default_that_is_not_neutral_is_in_the_key() -> None:
     assert key_inputs(Tuned())["lookahead"] == 5
     assert key(Tuned()) == key(Newer(lookahead=5)) != key(TrainSettings())
-    assert key(Tuned(lookahead=0)) == key(TrainSettings()), "the results of the code before"
+    assert key(Tuned(lookahead=0)) == key(TrainSettings()), "the neutral value gives the old key"
 
 
-def test_a_changed_default_changes_keys_and_old_values_keep_theirs() -> None:
+def test_changed_default_changes_keys_but_old_value_keeps_its_key() -> None:
     assert key(Faster()) != key(TrainSettings())
     assert key(Faster(epochs=10)) == key(TrainSettings())
 
 
-def test_values_that_are_equal_but_of_another_type_are_not_neutral() -> None:
+def test_equal_value_of_another_type_is_not_neutral() -> None:
     class Either(Frozen):
         value: Annotated[bool | int | None, Neutral(0)] = None
 
@@ -88,7 +88,7 @@ def test_values_that_are_equal_but_of_another_type_are_not_neutral() -> None:
     ]
 
 
-def test_nested_settings_leave_out_theirs_too() -> None:
+def test_nested_settings_omit_neutral_values_from_keys() -> None:
     class Inner(Frozen):
         old: int = 1
         new: Annotated[int, Neutral(2)] = 2
@@ -105,7 +105,7 @@ def test_nested_settings_leave_out_theirs_too() -> None:
     }
 
 
-def test_settings_that_came_later_leave_the_keys_of_before() -> None:
+def test_settings_added_later_keep_old_keys() -> None:
     assert key(DataSettings()) == "6a906f7e9952c4e2a390cdaef6ab21f4"
     assert key(BackboneSettings()) == "7658907c31e404a95275872880bb4bce"
     assert key_inputs(BackboneSettings(context=ContextSettings()))["context"]["kind"] == "cb"
@@ -113,15 +113,15 @@ def test_settings_that_came_later_leave_the_keys_of_before() -> None:
     assert "lambda" not in key_inputs(MeatSettings(), ("lambda",))
 
 
-def test_what_is_left_out_of_a_key_is_still_in_the_record() -> None:
-    """A value that is left out of a record would come back as the default, which may change."""
+def test_neutral_values_stay_in_the_record() -> None:
+    """A record holds every value: a missing one would become the default, which may change."""
     assert Tuned.model_validate(Tuned(lookahead=0).model_dump()).lookahead == 0
     assert DataSettings().model_dump()["repeats"] == 1
 
 
-# ---- what the golden file says -------------------------------------------------------------------
+# ---- differences from the golden files -----------------------------------------------------------
 def edited(pinned: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """The same with one value changed; None takes it away."""
+    """Return a copy with one value changed, or removed if `value` is None."""
     changed = copy.deepcopy(pinned)
     parent = changed
     for part in path[:-1]:
@@ -160,7 +160,7 @@ TRAIN = ("settings", "TrainSettings")
         ),
     ],
 )
-def test_every_change_is_told_in_one_sentence(
+def test_every_key_change_is_described_in_one_sentence(
     path: tuple[str, ...], value: Any, sentence: str
 ) -> None:
     pinned = golden_keys.read()
@@ -185,7 +185,7 @@ def test_command_writes_one_file_per_method(
     after = {path: path.read_text() for path in (tmp_path / "golden").rglob("*.json")}
     assert json.loads(after.pop(gone)).keys() == {"settings", "revision"}
     del before[gone]
-    assert after == before, "costs of steps stay, and files of absent methods go"
+    assert after == before, "step costs must stay, and files of unknown methods must be deleted"
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ print(*Carried.from_bytes(data).tensors)
 """
 
 
-def test_tensors_come_back_in_the_same_order_in_every_process() -> None:
+def test_tensors_load_in_the_same_order_in_every_process() -> None:
     import torch
 
     names = [f"t{number:02d}" for number in range(40)]

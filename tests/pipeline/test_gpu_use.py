@@ -1,5 +1,4 @@
-"""A run says how busy its GPUs were while stages trained, and what would use them more: on the
-terminal, in its status, in its report and in MLflow."""
+"""Tests of the reported GPU use: the figures, the advice, and the outputs that show them."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def make_use(folder: Path, chains: int = 8, **cluster: Any) -> GpuUse:
 
 
 def feed(use: GpuUse, *shares: float, used: int = 3) -> None:
-    """Post a sample for each share of the time that a GPU of 80 GiB was busy."""
+    """Post one sample of an 80 GiB GPU for each of these utilizations (0 to 1)."""
     for share in shares:
         sample: GpuSample = {
             "memory_bytes": used * GIB,
@@ -57,7 +56,7 @@ def start(use: GpuUse, stage: str = "finetune/a/train") -> None:
     use.progress(Event(EventKind.STARTED, stage))
 
 
-def test_samples_count_while_a_stage_trains(tmp_path: Path) -> None:
+def test_samples_count_only_while_a_stage_trains(tmp_path: Path) -> None:
     use = make_use(tmp_path)
     feed(use, 0.0, 0.0, 0.0)
     start(use, "finetune/a/evaluate")
@@ -75,8 +74,8 @@ def test_samples_count_while_a_stage_trains(tmp_path: Path) -> None:
     [
         (8, 3, {}, "cluster.gpus_per_worker=0.2 trains 5 chains in parallel, which take "
          "about 15.0 of its 80 GiB"),
-        (4, 3, {}, "cluster.gpus_per_worker=0.25 trains 4 chains"),  # there are no more
-        (8, 30, {}, "cluster.gpus_per_worker=0.5 trains 2 chains"),  # no more fit
+        (4, 3, {}, "cluster.gpus_per_worker=0.25 trains 4 chains"),  # the run has only 4
+        (8, 30, {}, "cluster.gpus_per_worker=0.5 trains 2 chains"),  # only 2 fit
         (8, 60, {}, ""),
         (1, 3, {}, ""),
         (8, 3, {"gpus_per_worker": 0.5}, ""),
@@ -84,7 +83,7 @@ def test_samples_count_while_a_stage_trains(tmp_path: Path) -> None:
         (8, 3, {"workers": 0}, "cluster.workers=1 and cluster.gpus_per_worker=0.2 trains"),
     ],
 )  # fmt: skip
-def test_an_idle_gpu_is_offered_more_chains(
+def test_idle_gpu_gets_advice_to_train_more_chains(
     tmp_path: Path, chains: int, used: int, cluster: dict[str, Any], expected: str
 ) -> None:
     use = make_use(tmp_path, chains, **cluster)
@@ -97,7 +96,7 @@ def test_an_idle_gpu_is_offered_more_chains(
 
 
 class Gpu:
-    """A GPU whose use cannot be read."""
+    """A GPU that does not report its utilization."""
 
     def __init__(self, error: Exception):
         self.error = error
@@ -116,7 +115,7 @@ class Gpu:
         (RuntimeError("Not Supported"), "its driver says Not Supported"),
     ],
 )
-def test_a_figure_that_is_missing_is_explained(
+def test_missing_utilization_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
     monkeypatch.setattr(accelerator, "functions", lambda: Gpu(error))
@@ -130,7 +129,7 @@ def test_a_figure_that_is_missing_is_explained(
     assert sentences_of(use) == [f"the use of a GPU was not measured: {reason}"]
 
 
-def test_the_suggested_share_gives_as_many_chains_as_it_says(tmp_path: Path) -> None:
+def test_suggested_gpu_share_allows_the_stated_number_of_chains(tmp_path: Path) -> None:
     for chains in range(2, 31):
         use = make_use(tmp_path, chains)
         start(use)
@@ -152,7 +151,7 @@ def test_ranks_on_a_gpu_are_counted_while_stages_train(tmp_path: Path) -> None:
     assert figure["busy"] == pytest.approx(2 / 3)
 
 
-# ---- where people read it ------------------------------------------------------------------------
+# ---- places that show the figures ----------------------------------------------------------------
 SENTENCE = "was busy 20% of the time while stages trained"
 ADVICE = "; cluster.workers=1 and cluster.gpus_per_worker=0.5 trains 2 chains"
 REASON = "the use of a GPU was not measured: its driver says Not Supported"
@@ -161,14 +160,14 @@ REASON = "the use of a GPU was not measured: its driver says Not Supported"
 def run_with_samples(
     folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: dict[str, GpuSample]
 ) -> str:
-    """Run a config whose machine reports these GPUs, and return the path of the config."""
+    """Run a config on a machine that reports these GPUs, and return the path of the config."""
 
     def sample(device: torch.device) -> MachineSample:
         return {"node": "n1", "gpus": dict(gpus)}
 
     monkeypatch.setattr(machine, "sample_machine", sample)
     monkeypatch.setattr(machine, "SAMPLE_S", 0.01)
-    monkeypatch.setattr(journal, "WRITE_S", 600.0)  # nothing waits for the usual writes
+    monkeypatch.setattr(journal, "WRITE_S", 600.0)  # no periodic writes
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     cards = small_run.make_cards(folder, ("base", "a"))
     tracking = {"enabled": True, "system_metrics": True, "models": False}
@@ -185,7 +184,7 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def recorded(storage: str) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the metrics on GPUs and the tags of a run in MLflow."""
+    """Return the GPU metrics and the tags of a run in MLflow."""
     client, _, experiment = mlflow_client.open_store(storage)
     (run,) = client.search_runs([experiment], "tags.`accrete.kind` = 'run'")
     metrics = {name: v for name, v in run.data.metrics.items() if name.startswith("gpu_busy")}
@@ -193,7 +192,7 @@ def recorded(storage: str) -> tuple[dict[str, float], dict[str, str]]:
 
 
 @pytest.mark.usefixtures("small_pictures")
-def test_the_figure_stands_in_status_report_and_mlflow(
+def test_gpu_use_is_shown_in_status_report_and_mlflow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes: GpuSample = {"memory_bytes": 3 * GIB, "total_bytes": 80 * GIB}
@@ -225,7 +224,7 @@ def test_the_figure_stands_in_status_report_and_mlflow(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_pictures")
-def test_a_run_without_gpus_has_no_word_on_them(
+def test_run_without_gpus_does_not_mention_gpu_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = run_with_samples(tmp_path, monkeypatch, {})
@@ -239,7 +238,7 @@ def test_a_run_without_gpus_has_no_word_on_them(
     assert "gpu_use" not in tags
 
 
-def test_figures_hold_until_a_stage_trains_again(tmp_path: Path) -> None:
+def test_gpu_use_is_kept_until_a_stage_trains_again(tmp_path: Path) -> None:
     cards = small_run.make_cards(tmp_path, ("base", "a"))
     body = small_run.make_body(tmp_path, cards, ("finetune",))
     run = app.prepare(small_run.write_config(tmp_path / "run.yaml", body))
@@ -281,7 +280,7 @@ def test_figures_hold_until_a_stage_trains_again(tmp_path: Path) -> None:
     "figures",
     [3, ["x"], [{"node": "n"}], [{"node": "n", "gpu": "0", "busy": "much"}]],
 )
-def test_a_status_with_damaged_figures_is_left_aside(tmp_path: Path, figures: Any) -> None:
+def test_status_with_damaged_gpu_use_is_ignored(tmp_path: Path, figures: Any) -> None:
     status: dict[str, Any] = {
         "name": "r",
         "state": "finished",
@@ -299,6 +298,6 @@ def test_a_status_with_damaged_figures_is_left_aside(tmp_path: Path, figures: An
     assert read_status(str(tmp_path), "r") is None
 
 
-def test_names_of_a_foreign_status_are_escaped() -> None:
+def test_node_names_are_escaped_in_gpu_use() -> None:
     figure: GpuFigure = {"node": "<b>", "gpu": "0", "busy": 0.5, "advice": ""}
     assert "GPU 0 of &lt;b&gt; was busy 50%" in render_macro("gpu_use", gpu_sentences([figure]))

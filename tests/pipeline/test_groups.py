@@ -1,6 +1,6 @@
-"""Which worker groups the driver starts, dismisses and abandons, and what it reports.
+"""Tests of the worker groups that the driver starts, dismisses and abandons, and of its reports.
 
-The driver is stepped by hand, with a fake Ray that runs no task.
+The tests step the driver by hand. Its fake Ray runs no task.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from workers.storage.artifact import temporary_name
 class QueueHandle:
     """The handle of a queue actor that answers at once.
 
-    `get_cluster_state` returns `state`; other calls go to `queue`. releases: number of calls of
-    `release_orphans`.
+    `get_cluster_state` returns `state`; other calls go to `queue`. releases: number of
+    `release_orphans` calls.
     """
 
     def __init__(self, state: ClusterState) -> None:
@@ -64,9 +64,9 @@ class Task:
 
 
 class IdleRay:
-    """A fake of the module `ray` that runs no task. error: what `get` raises, if anything.
+    """A fake of the module `ray` that runs no task. error: what `get` raises, or None.
 
-    `get` returns answers of the queue as they are, because `QueueHandle` gives values.
+    `get` returns answers of the queue unchanged, because `QueueHandle` returns values.
     """
 
     exceptions = ray.exceptions
@@ -80,7 +80,7 @@ class IdleRay:
         return lambda function: SimpleNamespace(remote=lambda *arguments: Task())
 
     def get(self, reference: Any, timeout: float = 0) -> Any:
-        """Return a value, or how a task ended."""
+        """Return a value or the result of a task, or raise the task's exception."""
         if self.error is not None:
             raise self.error
         if not isinstance(reference, Task):
@@ -106,7 +106,7 @@ class IdleRay:
         return {"CPU": 1.0}
 
     def is_initialized(self) -> bool:
-        """Return that tasks can be cancelled."""
+        """Return True, so that tasks can be cancelled."""
         return True
 
     def shutdown(self) -> None:
@@ -114,7 +114,7 @@ class IdleRay:
 
 
 class Clock:
-    """A clock that shows `now`, which only tests change, in seconds."""
+    """A clock in seconds. Only tests change `now`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -124,12 +124,12 @@ class Clock:
 
 
 class Driver:
-    """A `RayExecutor` on a fake Ray, and the messages that it reports, `notes`."""
+    """A `RayExecutor` on a fake Ray. `notes` collects the messages that it reports."""
 
     def __init__(self, folder: Path, cpus: list[float], width: int = 9, **cluster: Any) -> None:
         self.notes: list[str] = []
-        self.starts: dict[str, str] = {}  # stage -> where it was seen to run
-        self.group_counts: list[dict[str, int]] = []  # that were reported
+        self.starts: dict[str, str] = {}  # stage -> reported place
+        self.group_counts: list[dict[str, int]] = []  # as reported
         self.ray = IdleRay()
         state = nodes_of([{"CPU": count} for count in cpus])
         self.handle = QueueHandle(state)
@@ -148,7 +148,7 @@ class Driver:
         self.poll = self.executor.poll
 
     def report(self, event: Event) -> None:
-        """Note what the executor reports."""
+        """Record an event that the executor reports."""
         if event.kind is EventKind.STARTED:
             self.starts[event.stage] = event.body["where"]
         elif event.kind is EventKind.GROUPS:
@@ -172,7 +172,7 @@ class Driver:
         return stage
 
     def run_stage_on(self, index: int, *nodes: str, gpu: str = "") -> Stage:
-        """Let a group come up on these nodes and take a new stage, and return the stage."""
+        """Start a group on these nodes, let it take a new stage, and return the stage."""
         stage = self.submit(f"s{index}")
         self.queue.join(index, [Rank(node, gpu) for node in nodes])
         taken = self.queue.next_stage(index)
@@ -208,7 +208,7 @@ def cpus(*counts: float, **how: Any) -> Any:
     return nodes_of([{"CPU": count} for count in counts], **how)
 
 
-def test_it_is_reported_where_a_stage_runs(make_driver: Any) -> None:
+def test_stage_start_reports_group_node_and_gpu(make_driver: Any) -> None:
     driver = make_driver([1.0, 1.0])
     driver.run_stage_on(0, "0")
     driver.run_stage_on(1, "1", gpu="3")
@@ -226,12 +226,12 @@ def test_the_number_of_groups_is_reported_when_it_changes(make_driver: Any) -> N
     assert driver.group_counts == [{"up": 0, "starting": 1}, {"up": 1, "starting": 0}]
 
 
-def test_as_many_groups_start_as_fit_and_more_when_nodes_join(
+def test_groups_fill_cluster_and_increase_when_nodes_join(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0, 1.0], address="local")
     driver.submit("first")
-    assert driver.sizes() == {0: 1}, "a second one would slow the start of the first"
+    assert driver.sizes() == {0: 1}, "a second group would slow down the start of the first"
     driver.queue.join(0, [Rank("0")])
     driver.poll()
     assert driver.sizes() == {0: 1, 1: 1}
@@ -240,7 +240,7 @@ def test_as_many_groups_start_as_fit_and_more_when_nodes_join(
     assert driver.notes[-1] == "node 10.0.0.2 (2) joined (2 CPUs)"
 
 
-def test_groups_that_have_a_stage_each_start_beside_each_other(make_driver: Any) -> None:
+def test_groups_for_separate_stages_start_concurrently(make_driver: Any) -> None:
     driver = make_driver([1.0, 1.0, 1.0], address="local")
     for name in ("one", "two"):
         stage = Stage(name, "train", f"key-{name}", {}, (), job=SimpleNamespace())
@@ -249,10 +249,10 @@ def test_groups_that_have_a_stage_each_start_beside_each_other(make_driver: Any)
     assert driver.sizes() == {0: 1, 1: 1}
     asked = make_driver([1.0, 1.0, 1.0], groups=3)
     asked.submit("one")
-    assert asked.sizes() == {0: 1, 1: 1, 2: 1}, "nodes may be started for them"
+    assert asked.sizes() == {0: 1, 1: 1, 2: 1}, "the cluster may add nodes for the requested groups"
 
 
-def test_the_stage_of_a_lost_node_moves_at_once_without_using_a_retry(
+def test_stage_of_lost_node_moves_without_using_a_retry(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0, 1.0])
@@ -270,7 +270,7 @@ def test_the_stage_of_a_lost_node_moves_at_once_without_using_a_retry(
 def test_unreachable_group_moves_stage_without_retry(
     make_driver: Any,
 ) -> None:
-    """Ray may declare their node dead half a minute later."""
+    """Ray may declare the node dead only half a minute later."""
     driver = make_driver([1.0, 1.0], retries=0)
     stage = driver.run_stage_on(0, "0")
     failure = ray.exceptions.ActorUnavailableError("connection reset", b"0" * 16)
@@ -283,10 +283,10 @@ def test_unreachable_group_moves_stage_without_retry(
     assert event.message == (
         "its workers cannot be reached, their node may be lost, and the stage has no checkpoint yet"
     )
-    assert 0 in driver.groups, "another group is started"
+    assert 0 in driver.groups, "another group must be started"
 
 
-def test_node_lost_after_its_group_is_reported_replaced(
+def test_node_lost_after_its_group_ended_is_reported(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0, 1.0])
@@ -332,19 +332,19 @@ def test_time_limit_ends_workers_and_counts_attempt(
     assert (event.kind, event.stage, event.final) == ("failed", stage.id, False)
     assert event.message.startswith("this attempt at a stage of kind 'train' took longer than 60 s")
     driver.queue.post(0, Event(EventKind.DONE, stage.id))
-    assert driver.poll() == [], "what its workers say now comes too late"
+    assert driver.poll() == [], "events of cancelled workers must be ignored"
     driver.submit(stage.id)
     driver.end_group(0, ray.exceptions.WorkerCrashedError())
     driver.poll()
     assert driver.groups[0].task is not task
-    assert driver.groups[0].starts == 1, "the end of the group is not a failed start"
+    assert driver.groups[0].starts == 1, "the end of the group must not count as a failed start"
     driver.queue.join(0, [Rank("0")])
     assert driver.queue.next_stage(0).id == stage.id
     driver.clock.now += 59
-    assert driver.poll() == [], "the second try has its own time"
+    assert driver.poll() == [], "the second attempt has its own time limit"
 
 
-def test_a_kind_of_stage_without_a_limit_takes_as_long_as_it_takes(make_driver: Any) -> None:
+def test_stage_kind_without_time_limit_is_not_cancelled(make_driver: Any) -> None:
     driver = make_driver([1.0], stages={"evaluate": {"timeout_s": 60}})
     driver.run_stage_on(0, "0")
     driver.clock.now += 1e6
@@ -352,7 +352,7 @@ def test_a_kind_of_stage_without_a_limit_takes_as_long_as_it_takes(make_driver: 
     assert driver.ray.cancelled == []
 
 
-def test_stages_that_take_other_resources_run_on_groups_of_their_own(make_driver: Any) -> None:
+def test_stages_with_other_resources_run_on_separate_groups(make_driver: Any) -> None:
     driver = make_driver([4.0], stages={"evaluate": {"cpus": 2}})
     driver.run_stage_on(0, "0")
     assert driver.sizes() == {0: 1}
@@ -373,7 +373,7 @@ def test_an_idle_group_ends_for_stages_that_need_its_resources(make_driver: Any)
     driver.poll()
     driver.submit("e", "evaluate")
     assert driver.queue.dismissed == {0: False}
-    assert STRIDE in driver.groups, "it waits for the room"
+    assert STRIDE in driver.groups, "the new group must wait for free resources"
     driver.end_group(0, "")
     driver.poll()
     assert driver.sizes() == {STRIDE: 1}
@@ -381,14 +381,14 @@ def test_an_idle_group_ends_for_stages_that_need_its_resources(make_driver: Any)
     assert driver.sizes() == {STRIDE: 1} or 0 in driver.groups
 
 
-def test_stages_that_fit_onto_no_node_are_one_sentence_when_they_are_due(make_driver: Any) -> None:
+def test_stage_that_fits_no_node_is_refused_when_submitted(make_driver: Any) -> None:
     driver = make_driver([2.0], stages={"evaluate": {"cpus": 3}})
     driver.run_stage_on(0, "0")
     with pytest.raises(UserError, match=r"for stages of kind evaluate with 3 CPUs each"):
         driver.submit("e", "evaluate")
 
 
-def test_a_config_says_how_many_tasks_of_ingest_run_at_a_time(make_driver: Any) -> None:
+def test_number_of_ingest_tasks_follows_configured_cpus(make_driver: Any) -> None:
     driver = make_driver([1.0])
     driver.ray.cluster_resources = lambda: {"CPU": 9.0}
     assert driver.executor._count_ingest_tasks() == 9
@@ -444,7 +444,7 @@ def test_failed_starts_end_run_and_waiting_does_not(
         driver.poll()
 
 
-def test_a_head_node_that_does_not_answer_ends_the_run_with_one_sentence(
+def test_unresponsive_head_node_ends_run_with_error(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0])
@@ -471,7 +471,7 @@ def test_a_head_node_that_does_not_answer_ends_the_run_with_one_sentence(
         (None, r"Ray itself broke down \(The actor died unexpectedly"),
     ],
 )
-def test_a_head_node_without_this_project_is_not_a_breakdown_of_ray(
+def test_missing_project_on_head_node_is_distinguished_from_ray_failure(
     traceback_text: str | None, message: str
 ) -> None:
     error = ray.exceptions.ActorDiedError()
@@ -483,7 +483,7 @@ def test_a_head_node_without_this_project_is_not_a_breakdown_of_ray(
     assert "\x1b" not in sentence
 
 
-def test_a_client_that_lost_its_connection_reports_it_and_names_no_file(
+def test_lost_client_connection_ends_run_with_error(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0])
@@ -498,7 +498,7 @@ def test_a_client_that_lost_its_connection_reports_it_and_names_no_file(
     assert driver.executor.is_broken
 
 
-def test_a_preempted_driver_dismisses_its_groups_and_exits_when_they_have_ended(
+def test_preempted_driver_dismisses_groups_and_exits_after_they_end(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0, 1.0])
@@ -508,21 +508,21 @@ def test_a_preempted_driver_dismisses_its_groups_and_exits_when_they_have_ended(
         driver.poll()
         assert driver.queue.dismissed == {0: True, 1: True}
         assert driver.ray.cancelled == [driver.groups[1].task], (
-            "a group that is not up yet has nothing to save"
+            "a group that has not started yet has nothing to save"
         )
         for group in driver.groups.values():
             group.task.end = ""
         with pytest.raises(preemption.Preempted):
             driver.poll()
-        assert driver.groups == {}, "no group may start again"
+        assert driver.groups == {}, "no group may be restarted"
     finally:
         preemption.requested.clear()
 
 
-def test_no_ingest_waits_for_ray_when_it_shuts_down(
+def test_closing_executor_cancels_waiting_ingest_before_ray_shutdown(
     make_driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that waits for a task of Ray then would never end, nor would the process."""
+    """A thread that still waited for a Ray task would never end, and the process would hang."""
     driver = make_driver([1.0])
     calls = []
 
@@ -545,7 +545,7 @@ def test_no_ingest_waits_for_ray_when_it_shuts_down(
     assert len(driver.ray.cancelled) == 1
 
 
-def test_folders_of_killed_drivers_of_this_machine_are_deleted_and_all_others_stay(
+def test_only_folders_of_killed_local_drivers_are_deleted(
     tmp_path: Path,
 ) -> None:
     dead_pid = os.fork()
@@ -571,7 +571,7 @@ def test_folders_of_killed_drivers_of_this_machine_are_deleted_and_all_others_st
     for name in killed | own | to_keep:
         (tmp_path / "ray" / name).mkdir(parents=True)
     store = Store(str(tmp_path))
-    store.sweep()  # as at the start of each run, also of one that does not need Ray
+    store.sweep()  # every run does this at its start, even without Ray
     assert {path.name for path in (tmp_path / "ray").iterdir()} == own | to_keep
     store.delete_group_folders(owner)
     assert {path.name for path in (tmp_path / "ray").iterdir()} == to_keep

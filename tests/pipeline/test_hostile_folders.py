@@ -1,5 +1,7 @@
-"""Files of a run that are not files, or whose texts would look like lines of ours: one such run is
-told as damaged or in its line, and takes no other run with it."""
+"""Tests of hostile run folders: irregular files, and text that imitates lines of our output.
+
+Such a run does not affect the output about other runs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def stage(id: str, step: str, key: str, parents: list[str], label: str | None = 
 
 
 def record(name: str) -> Any:
-    """Return the record of a run of three stages."""
+    """Return the record of a run with three stages."""
     stages = [
         stage("data/a", "ingest", "k1", []),
         stage("m/a/train", "train", "k2", ["data/a"], "m"),
@@ -38,7 +40,7 @@ def record(name: str) -> Any:
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Path:
-    """A storage with the runs `r` and `whole`, without results."""
+    """Return a storage with the runs `r` and `whole`, which have no results."""
     for name in ("r", "whole"):
         write(tmp_path, record(name), name)
     (tmp_path / "stages").mkdir()
@@ -52,7 +54,7 @@ def write(storage: Path, body: Any, folder: str = "r") -> None:
 
 
 def printed(capsys: pytest.CaptureFixture[str], storage: Path, *words: str, code: int = 0) -> str:
-    """Run a command. Return what it printed."""
+    """Run a command, and return its output."""
     capsys.readouterr()
     assert cli.main([*words, "--storage", str(storage)]) == code
     output = capsys.readouterr()
@@ -60,7 +62,7 @@ def printed(capsys: pytest.CaptureFixture[str], storage: Path, *words: str, code
 
 
 def states(capsys: pytest.CaptureFixture[str], storage: Path) -> dict[str, str]:
-    """Return the state of each run that is listed."""
+    """Return the state of each listed run."""
     lines = printed(capsys, storage, "runs").splitlines()[1:]
     return {line.split()[0]: line.split()[1] for line in lines}
 
@@ -76,7 +78,7 @@ def make_fifo(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [make_folder, make_fifo])
-def test_a_record_that_is_no_file_is_listed_as_damaged(
+def test_irregular_run_record_is_listed_as_damaged(
     make: Callable[[Path], None], storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(storage / "runs" / "r" / "run.json")
@@ -86,7 +88,7 @@ def test_a_record_that_is_no_file_is_listed_as_damaged(
 
 
 @pytest.mark.parametrize("make", [make_folder, make_fifo])
-def test_a_status_that_is_no_file_is_left_aside(
+def test_irregular_status_file_is_ignored(
     make: Callable[[Path], None], storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(storage / "runs" / "r" / "status.json")
@@ -94,14 +96,14 @@ def test_a_status_that_is_no_file_is_left_aside(
     assert "run r: unfinished" in printed(capsys, storage, "status", "r")
 
 
-def test_a_folder_whose_name_no_run_can_have_is_not_listed(
+def test_folder_with_invalid_run_name_is_not_listed(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(storage, record(BREAK), BREAK)
     assert set(states(capsys, storage)) == {"r", "whole"}
 
 
-def test_settings_of_another_form_cost_a_run_its_accuracy_alone(
+def test_run_with_malformed_settings_is_still_listed(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(storage, {**record("r"), "config": {"stream": [1]}})
@@ -119,7 +121,7 @@ def test_settings_of_another_form_cost_a_run_its_accuracy_alone(
     ],
     ids=["no stage", "unknown parents", "an id", "a label", "an escape sequence"],
 )
-def test_a_picture_is_drawn_of_any_stages(
+def test_graph_is_drawn_for_malformed_stages(
     change: Callable[[Any], None], storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = record("r")
@@ -130,7 +132,7 @@ def test_a_picture_is_drawn_of_any_stages(
     assert picture.read_text().isprintable()
 
 
-def test_parents_and_replicas_that_are_named_often_are_read_once(
+def test_repeated_parents_and_replicas_are_read_once(
     storage: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = record("r")
@@ -143,7 +145,7 @@ def test_parents_and_replicas_that_are_named_often_are_read_once(
     assert len(Store(str(storage)).records(body)) == 1
 
 
-def test_a_line_break_of_a_stranger_makes_no_line(
+def test_line_breaks_in_untrusted_text_cannot_forge_output_lines(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = {**record("r"), "created": "20\n26"}
@@ -163,7 +165,7 @@ def test_a_line_break_of_a_stranger_makes_no_line(
             assert "\nrun ok" not in printed(capsys, storage, *words)
 
 
-def test_an_error_is_described_without_what_a_terminal_obeys() -> None:
+def test_error_description_has_no_terminal_escape_sequences() -> None:
     text = failures.describe_exception(
         ValueError("file \x1b[31m\x1b]0;title\x07 \x1b[2Jx\nsecond line")
     )

@@ -1,5 +1,8 @@
-"""Records of runs that a stranger wrote, or that are damaged: what looks at runs answers in a
-sentence or leaves them out, prints nothing that a terminal obeys, and not much."""
+"""Tests of the commands that read runs, on damaged or hostile records of runs.
+
+A command gives a one-sentence error or skips the record. It prints no terminal control characters,
+and its output has a limited length.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +46,13 @@ HOSTILE: list[Any] = [
     NESTED,
 ]
 MAX_PRINTED = 100_000  # characters
-PARTS = 4  # of all pairs of a place and a value: each has all places and all values
+PARTS = 4  # of the pairs of path and value; each part has all paths and all values
 DELETED = object()
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The storage of a finished run, `small`."""
+    """The storage of the finished run `small`."""
     folder = tmp_path_factory.mktemp("records")
     body = small_run.make_body(folder, small_run.make_cards(folder, "ab"), ["linear"])
     config = small_run.write_config(folder / "config.yaml", body)
@@ -59,13 +62,13 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(original: Path, tmp_path: Path) -> Path:
-    """The folder of the run in a copy of its storage."""
+    """The folder of the run, in a copy of the storage."""
     shutil.copytree(original, tmp_path / "storage")
     return tmp_path / "storage" / "runs" / "small"
 
 
 def check_commands(run: Path, capsys: pytest.CaptureFixture[str], case: object) -> None:
-    """Look at the run by every command that does."""
+    """Check the output of every command that reads a run."""
     storage = str(run.parents[1])
     for words in (
         ["runs"],
@@ -89,7 +92,7 @@ def check_commands(run: Path, capsys: pytest.CaptureFixture[str], case: object) 
 
 
 def changed(body: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """Return a copy of plain values with another value at a path, or without it."""
+    """Return a copy of `body` with the value at `path` replaced or, for `DELETED`, removed."""
     whole = copy.deepcopy(body)
     node = whole
     for key in path[:-1]:
@@ -104,7 +107,7 @@ def changed(body: Any, path: tuple[Any, ...], value: Any) -> Any:
 def mutations(
     body: Any, paths: list[tuple[Any, ...]], part: int
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield each path with each hostile value of a part of all pairs, and the values with it."""
+    """Yield ((path, hostile value), changed body) for one part of all pairs."""
     pairs = itertools.product(paths, [*HOSTILE, DELETED])
     for path, value in itertools.islice(pairs, part, None, PARTS):
         yield (path, value), changed(body, path, value)
@@ -113,7 +116,7 @@ def mutations(
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("state", ["running", "failed"])
-def test_a_status_may_hold_anything(
+def test_commands_handle_hostile_status_values(
     run: Path, capsys: pytest.CaptureFixture[str], state: str, part: int
 ) -> None:
     status = json.loads((run / "status.json").read_text())
@@ -140,7 +143,7 @@ def test_a_status_may_hold_anything(
 
 
 def check_one(run: Path, capsys: pytest.CaptureFixture[str], case: object) -> None:
-    """Look at the status alone, which the other commands do not read."""
+    """Check only the commands that read the status."""
     for words in (["runs"], ["status", "small"]):
         capsys.readouterr()
         code = cli.main([*words, "--storage", str(run.parents[1])])
@@ -151,7 +154,9 @@ def check_one(run: Path, capsys: pytest.CaptureFixture[str], case: object) -> No
         assert all(c.isprintable() or c == "\n" for c in text), case
 
 
-def test_events_may_hold_anything(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_handle_hostile_event_values(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stage = "linear/a/train"
     base = {"time": "2026-01-02T03:04:05+0000", "stage": stage}
     kinds = {
@@ -185,10 +190,10 @@ def test_events_may_hold_anything(run: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_the_record_of_a_run_may_hold_anything(
+def test_commands_handle_hostile_run_records(
     run: Path, capsys: pytest.CaptureFixture[str], part: int
 ) -> None:
-    """Also that of a stage; another run is listed all the same."""
+    """This includes the records of stages. Another run must still be listed."""
     whole = run.with_name("whole")
     shutil.copytree(run, whole)
     record = json.loads((run / "run.json").read_text())

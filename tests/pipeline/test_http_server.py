@@ -1,4 +1,5 @@
-"""The HTTP server under hostile clients: slow and half-sent requests, large images, other hosts."""
+"""Tests of the HTTP server: slow and half-sent requests, deadlines, hosts, tokens, large images,
+and the client."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ HALF_HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nX-Half: "
 HALF_BODY = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n{"
 MANY = 300
 SOON = Bounds(head_s=0.5, body_s=0.5, answer_s=0.5, idle_s=1)
-PATIENCE_S = 60.0  # an upper bound where a test waits for a deadline
+PATIENCE_S = 60.0  # maximum wait of a test for a deadline
 
 
 async def echo(request: RawRequest) -> Reply:
@@ -50,7 +51,7 @@ async def echo(request: RawRequest) -> Reply:
 
 
 class Server:
-    """A front on a free port, and a client of it."""
+    """A front on a free port, with methods to send requests to it."""
 
     def __init__(self, front: Front, port: int) -> None:
         self.front, self.port = front, port
@@ -70,7 +71,7 @@ class Server:
             client.close()
 
     def metrics(self) -> list[str]:
-        """The lines of GET /metrics."""
+        """Return the lines of GET /metrics."""
         client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         client.request("GET", "/metrics")
         lines = client.getresponse().read().decode().splitlines()
@@ -96,7 +97,7 @@ def serving(
 
 
 def received(client: socket.socket) -> bytes:
-    """All that the server sends until it closes."""
+    """Return all data that the server sends until it closes the connection."""
     data = b""
     try:
         while chunk := client.recv(1 << 16):
@@ -114,7 +115,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def trickle(client: socket.socket) -> bool:
-    """Sends a byte at a time; whether the server ends that."""
+    """Send one byte at a time. Return whether the server closes the connection."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:
@@ -127,7 +128,7 @@ def trickle(client: socket.socket) -> bool:
 
 # ---- slow clients --------------------------------------------------------------------------------
 @pytest.mark.parametrize("half", [b"", HALF_HEAD, HALF_BODY], ids=["nothing", "head", "body"])
-def test_half_sent_requests_hold_up_nobody(half: bytes) -> None:
+def test_half_sent_requests_do_not_block_other_requests(half: bytes) -> None:
     with serving(bounds=Bounds(requests=4)) as server, ExitStack() as stack:
         for _ in range(MANY):
             stack.enter_context(server.opened(half))
@@ -151,7 +152,7 @@ def test_a_half_sent_request_is_ended_at_its_deadline(half: bytes, status: bytes
 
 
 @pytest.mark.parametrize("half", [HALF_HEAD, HALF_BODY], ids=["head", "body"])
-def test_a_request_that_trickles_in_is_ended_too(half: bytes) -> None:
+def test_slowly_trickling_request_is_ended_at_its_deadline(half: bytes) -> None:
     with serving(bounds=SOON) as server, server.opened(half) as client:
         assert trickle(client)
         assert server.ask("POST", "/predict", b"abc") == (200, {"bytes": 3})
@@ -163,7 +164,7 @@ def test_second_head_on_a_connection_has_a_deadline() -> None:
         assert received(client).count(b"HTTP/1.1 200 ") == 2
 
 
-def test_a_client_that_does_not_read_its_answer_is_cut() -> None:
+def test_client_that_does_not_read_its_response_is_disconnected() -> None:
     async def much(request: RawRequest) -> Reply:
         return Reply(200, {"text": "x" * (32 << 20)})
 
@@ -185,7 +186,7 @@ def test_longest_waiting_connection_makes_room_for_a_new_one() -> None:
         assert len(server.front.incomplete) <= 20
 
 
-def test_a_stalled_body_makes_room_for_one_that_arrives() -> None:
+def test_stalled_upload_is_dropped_for_an_arriving_one() -> None:
     head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
     with (
         serving(bounds=Bounds(body_bytes=1 << 20, held_bytes=1 << 20)) as server,
@@ -197,7 +198,7 @@ def test_a_stalled_body_makes_room_for_one_that_arrives() -> None:
         wait_for(lambda: server.front.held == 0)
 
 
-def test_a_body_that_gave_way_takes_no_further_chunk() -> None:
+def test_dropped_upload_accepts_no_further_chunk() -> None:
     """Its last chunk may arrive before the deadline wakes its reader."""
 
     async def main() -> tuple[int, int]:
@@ -208,7 +209,7 @@ def test_a_body_that_gave_way_takes_no_further_chunk() -> None:
 
         async def receive() -> dict[str, object]:
             part = parts.pop(0)
-            if part == b"y":  # another body has arrived meanwhile
+            if part == b"y":  # meanwhile, another body needs the room
                 front.release(next(iter(front.uploads)))
             return {"type": "http.request", "body": part, "more_body": bool(parts)}
 
@@ -225,7 +226,7 @@ def test_a_body_that_gave_way_takes_no_further_chunk() -> None:
     assert asyncio.run(main()) == (408, 0)
 
 
-def test_where_the_system_allows_few_connections_fewer_are_taken(
+def test_connection_limit_is_capped_by_the_system_file_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[int, int]] = []
@@ -261,7 +262,7 @@ def test_late_answer_is_cancelled_at_its_deadline() -> None:
 
 
 @pytest.mark.parametrize("path", ["/predict", "/health"])
-def test_a_body_that_ends_in_two_ways_ends_the_connection(path: str) -> None:
+def test_body_with_length_and_chunked_encoding_closes_the_connection(path: str) -> None:
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\n"
         "Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nX"
@@ -274,7 +275,7 @@ def test_a_body_that_ends_in_two_ways_ends_the_connection(path: str) -> None:
     assert answer.count(b"HTTP/1.1") == 1
 
 
-def test_nothing_is_computed_for_a_client_that_left() -> None:
+def test_prediction_is_cancelled_if_its_client_disconnects() -> None:
     stuck = Stuck()
     with serving(stuck) as server:
         client = server.opened(
@@ -286,7 +287,7 @@ def test_nothing_is_computed_for_a_client_that_left() -> None:
         wait_for(lambda: server.front.predictions == 0)
 
 
-def test_a_full_queue_refuses_predictions_and_nothing_else() -> None:
+def test_full_queue_refuses_only_predictions() -> None:
     stuck = Stuck()
     with (
         serving(stuck, bounds=Bounds(requests=1)) as server,
@@ -298,7 +299,7 @@ def test_a_full_queue_refuses_predictions_and_nothing_else() -> None:
         assert server.ask("GET", "/health")[0] == server.ask("GET", "/tasks")[0] == 200
 
 
-def test_one_failure_ends_no_other_request(capfd: pytest.CaptureFixture[str]) -> None:
+def test_failed_request_does_not_affect_other_requests(capfd: pytest.CaptureFixture[str]) -> None:
     async def broken(request: RawRequest) -> Reply:
         if request.body == b"bad":
             raise RuntimeError("a fault")
@@ -310,7 +311,7 @@ def test_one_failure_ends_no_other_request(capfd: pytest.CaptureFixture[str]) ->
     assert "RuntimeError: a fault" in capfd.readouterr().err
 
 
-def test_a_server_without_a_replica_that_answers_is_not_ready() -> None:
+def test_server_without_answering_replica_is_not_ready() -> None:
     def broken() -> int:
         raise RuntimeError("no controller")
 
@@ -324,7 +325,9 @@ def test_a_server_without_a_replica_that_answers_is_not_ready() -> None:
         assert "accrete_replicas 2.0" in server.metrics()
 
 
-def test_requests_do_not_wait_for_the_next_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_without_replica_are_refused_instead_of_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(http_server, "COUNT_INTERVAL_S", 0.05)
     num_asked = 0
 
@@ -342,7 +345,7 @@ def test_requests_do_not_wait_for_the_next_replica(monkeypatch: pytest.MonkeyPat
     assert num_asked >= 1
 
 
-def test_requests_go_on_where_nobody_knows_the_number_of_replicas(
+def test_requests_continue_if_the_replica_count_is_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_server, "COUNT_INTERVAL_S", 0.01)
@@ -401,7 +404,7 @@ def test_body_of_unknown_length_has_a_limit() -> None:
         ("127.0.0.1", [], "localhost evil", False),
     ],
 )
-def test_only_names_of_this_server_are_answered(
+def test_only_host_names_of_this_server_are_allowed(
     listen: str, names: list[str], host: str, is_allowed: bool
 ) -> None:
     assert Hosts(listen, names).allow(host) is is_allowed
@@ -421,14 +424,14 @@ def test_only_names_of_this_server_are_answered(
     ],
 )
 @pytest.mark.parametrize("route", [("GET", "/health"), ("GET", "/tasks"), ("POST", "/predict")])
-def test_pages_of_other_sites_get_no_answer(
+def test_requests_with_foreign_host_or_origin_are_refused(
     headers: dict[str, str], status: int, route: tuple[str, str]
 ) -> None:
     with serving() as server:
         assert server.ask(*route, b"" if route[0] == "POST" else None, **headers)[0] == status
 
 
-def test_an_address_of_the_next_internet_protocol_is_listened_on() -> None:
+def test_server_listens_on_an_ipv6_address() -> None:
     try:
         port = ui.find_port("::1")
     except UserError:
@@ -440,7 +443,7 @@ def test_an_address_of_the_next_internet_protocol_is_listened_on() -> None:
         client.close()
 
 
-def test_a_port_that_is_taken_is_said_in_one_sentence() -> None:
+def test_used_port_is_reported_in_one_sentence() -> None:
     with (
         serving() as server,
         pytest.raises(UserError, match=f"port {server.port} on 127.0.0.1 cannot be used"),
@@ -477,7 +480,7 @@ SECRET = "a-token-of-some-length"
         f"Bearer {SECRET[:-1]}",
     ],
 )
-def test_every_route_but_health_asks_for_the_token(
+def test_every_route_except_health_requires_the_token(
     route: tuple[str, str], credentials: str | None
 ) -> None:
     headers = {"Authorization": credentials} if credentials is not None else {}
@@ -500,7 +503,7 @@ def test_page_examples_have_the_address_of_the_request(host: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
-def test_who_has_the_token_is_answered(scheme: str) -> None:
+def test_requests_with_the_token_are_answered(scheme: str) -> None:
     with serving(token=SECRET) as server:
         headers = {"Authorization": f"{scheme} {SECRET}"}
         assert server.ask("GET", "/tasks", **headers) == (200, {"tasks": []})
@@ -527,7 +530,7 @@ def test_a_token_is_read_from_a_file_or_the_environment(
 
 # ---- images --------------------------------------------------------------------------------------
 def one_bit(side: int) -> bytes:
-    """A PNG of some kB with side x side pixels."""
+    """Return a PNG of a few kB with side x side pixels."""
     stream = io.BytesIO()
     Image.new("1", (side, side)).save(stream, "PNG")
     return stream.getvalue()
@@ -535,11 +538,11 @@ def one_bit(side: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def model(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Finished]]:
-    """The deployment of a run's bundle in this process, behind HTTP."""
+    """Serve the bundle of a run over HTTP, with the deployment in this process."""
     from pipeline.serving.deployment import Deployment, answer_requests
 
     class Alone(Deployment.func_or_class):  # type: ignore[misc, name-defined]
-        """Requests are answered one by one: what puts them into a batch needs a replica of Ray
+        """A deployment that answers requests one by one, because batching needs a replica of Ray
         Serve."""
 
         async def answer_batch(self, request: Any) -> Any:
@@ -563,7 +566,7 @@ def asked(server: Server, images: list[bytes], **fields: Any) -> tuple[int, Any]
     return server.ask("POST", "/predict", json.dumps(body))
 
 
-def test_the_model_answers_through_the_front(model: tuple[Server, Finished]) -> None:
+def test_http_predictions_equal_those_of_the_model(model: tuple[Server, Finished]) -> None:
     server, run = model
     images = run.images("two")[0][:3]
     status, body = asked(server, images)
@@ -574,7 +577,7 @@ def test_the_model_answers_through_the_front(model: tuple[Server, Finished]) -> 
     assert server.ask("GET", "/tasks")[1]["limits"]["pixels"] == 10_000_000
 
 
-def test_files_arrays_and_base64_are_the_same_request(
+def test_client_gives_equal_predictions_for_files_bytes_and_arrays(
     model: tuple[Server, Finished], tmp_path: Path
 ) -> None:
     server, run = model
@@ -596,7 +599,7 @@ def test_files_arrays_and_base64_are_the_same_request(
     assert {row["task"] for row in client.predict(images, [None, "two", "two"], "confident")}
 
 
-def test_a_client_says_what_the_server_says(model: tuple[Server, Finished]) -> None:
+def test_client_raises_the_error_message_of_the_server(model: tuple[Server, Finished]) -> None:
     server, run = model
     client = Client(f"http://127.0.0.1:{server.port}")
     with pytest.raises(UserError, match="did you mean two"):
@@ -605,7 +608,7 @@ def test_a_client_says_what_the_server_says(model: tuple[Server, Finished]) -> N
         client.ask("/nowhere")
 
 
-def test_a_client_repeats_what_there_was_no_room_for() -> None:
+def test_client_retries_requests_refused_with_503() -> None:
     replies = [Reply(503, {"error": "later"}), Reply(200, {"predictions": []})]
 
     async def predict(request: RawRequest) -> Reply:
@@ -622,7 +625,7 @@ def test_a_client_repeats_what_there_was_no_room_for() -> None:
     assert not Client(url).is_ready()
 
 
-def test_a_client_ignores_a_date_of_a_proxy() -> None:
+def test_client_ignores_a_retry_after_header_with_a_date() -> None:
     class Proxy(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(429)
@@ -639,7 +642,7 @@ def test_a_client_ignores_a_date_of_a_proxy() -> None:
         proxy.shutdown()
 
 
-def test_answers_are_as_the_description_says(model: tuple[Server, Finished]) -> None:
+def test_responses_match_the_openapi_description(model: tuple[Server, Finished]) -> None:
     server, run = model
     description = server.ask("GET", "/openapi.json")[1]
 
@@ -661,7 +664,7 @@ def test_answers_are_as_the_description_says(model: tuple[Server, Finished]) -> 
         assert fields["rule"]["enum"] == [*RULES]
 
 
-def test_the_page_needs_no_other_server() -> None:
+def test_page_refers_to_no_other_server() -> None:
     with serving() as server, urllib.request.urlopen(f"http://127.0.0.1:{server.port}/") as answer:
         page = answer.read().decode()
         assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -693,14 +696,14 @@ def test_too_many_pixels_are_refused_before_decoding(
     assert len(decoded) == 2
 
 
-def test_lists_of_numbers_count_as_pixels_too() -> None:
+def test_images_as_number_lists_count_towards_the_pixel_limit() -> None:
     with pytest.raises(
         UserError, match="2 images of this request have 32 pixels together, more than 20"
     ):
         read_pixels([[[[0, 0, 0]] * 4] * 4, Image.new("RGB", (4, 4))], 4, Limits(total_pixels=20))
 
 
-def test_no_image_is_decoded_for_a_request_that_was_cancelled() -> None:
+def test_cancelled_request_decodes_no_further_images() -> None:
     asked_for = iter([False, False, True])
     images = [Image.new("RGB", (4, 4))] * 4
     with pytest.raises(UserError, match="image 2 is not decoded: the request was cancelled"):
@@ -755,7 +758,7 @@ def test_top_is_bounded_by_the_number_of_classes(model: tuple[Server, Finished],
         ('"rule": {"a": 1}', "rule is {'a': 1}"),
     ],
 )
-def test_a_field_that_is_no_such_value_gets_one_sentence(
+def test_invalid_field_value_is_refused_in_one_sentence(
     model: tuple[Server, Finished], field: str, message: str
 ) -> None:
     server, _ = model

@@ -1,5 +1,4 @@
-"""Sources on the Hugging Face hub where it cannot be reached: one sentence within a deadline, and
-no question about what stands."""
+"""Tests of sources on the Hugging Face hub when the hub cannot be reached."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ SOURCE = "hf://datasets/somebody/pictures/folder"
 
 
 class Silent:
-    """A server that takes connections and answers none."""
+    """A server that accepts connections and never answers."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -40,7 +39,7 @@ class Silent:
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
-    """The hub's address leads to a server that does not answer."""
+    """Replace the hub by a server that does not answer."""
     from huggingface_hub import close_session, constants
 
     server = Silent()
@@ -65,7 +64,7 @@ def config_on(folder: Path, path: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["silent", "refused", "offline"])
-def test_a_plan_without_a_network_is_one_sentence_that_names_the_hub(
+def test_plan_reports_an_unreachable_hub_in_one_line(
     how: str,
     silent: Any,
     tmp_path: Path,
@@ -90,14 +89,16 @@ def test_a_plan_without_a_network_is_one_sentence_that_names_the_hub(
     ] in output
 
 
-def test_a_timeout_of_the_client_is_no_answer(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_timeout_is_reported_as_no_answer(
+    silent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wait = threading.Thread.join
     monkeypatch.setattr(threading.Thread, "join", lambda thread, _: wait(thread, 30))
     assert hub.find_connection_problem() == "no answer within 0.3 s"
 
 
 @pytest.mark.parametrize("classes", ["listed", "from_source"])
-def test_what_was_ingested_stands_without_the_hub_and_plan_does_not_even_ask(
+def test_ingested_hub_data_is_usable_when_the_hub_is_unreachable(
     classes: str, silent: Any, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     local = config_on(tmp_path, str(tmp_path / "raw" / "a"))
@@ -116,14 +117,14 @@ def test_what_was_ingested_stands_without_the_hub_and_plan_does_not_even_ask(
     assert "0 to run" in capsys.readouterr().out
     asked = len(silent.connections)
     assert asked == (classes == "from_source"), (
-        "the names of folders are asked for, and remembered where nobody answers"
+        "only class names need a request; without an answer, the remembered names are used"
     )
-    assert cli.main(["run", local]) == 0, "a run asks, and goes on with what it has"
+    assert cli.main(["run", local]) == 0, "a run asks the hub, and continues with the stored data"
     assert "nothing to do" in capsys.readouterr().out
     assert len(silent.connections) > asked
 
 
-def test_weights_that_the_hub_does_not_give_are_told_at_once(
+def test_unavailable_hub_weights_fail_after_one_request(
     silent: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from huggingface_hub import constants
@@ -135,5 +136,5 @@ def test_weights_that_the_hub_does_not_give_are_told_at_once(
         r"had",
     ):
         pretrained.from_hub("vit_tiny_patch16_224", 224)
-    assert len(silent.connections) == 1, "asked once, and not again by each try of its client"
+    assert len(silent.connections) == 1, "the client must not try again"
     assert not constants.HF_HUB_OFFLINE

@@ -1,5 +1,4 @@
-"""Tables of paths and labels, Parquet files, shards and library sets: what is found, and that what
-is proposed can be ingested."""
+"""Tests of image tables, Parquet files, shards and library sets: detection and ingest."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], str, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_found_is_proposed_and_can_be_ingested(
+def test_detected_format_is_proposed_and_can_be_ingested(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, source_format, counts = CASES[case]
@@ -84,7 +83,7 @@ def test_what_is_found_is_proposed_and_can_be_ingested(
     assert manifest["rejected"] == {}
 
 
-def test_class_names_come_from_the_description_of_the_hub_or_from_txt(tmp_path: Path) -> None:
+def test_class_names_come_from_hub_metadata_or_txt_entries(tmp_path: Path) -> None:
     assert found(hub_parquet(tmp_path / "hub")).classes == NAMES
     assert found(shards(tmp_path / "shards")).classes == NAMES
 
@@ -95,7 +94,9 @@ def test_numbers_not_counting_from_zero_are_class_names(tmp_path: Path) -> None:
     assert data_set.source["numbers"] == "names"
 
 
-def test_a_library_set_has_its_own_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchvision_data_set_uses_its_own_class_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "MNIST" / "raw"
     folder.mkdir(parents=True)
     for prefix, count in (("train", 40), ("t10k", 20)):
@@ -112,7 +113,7 @@ def test_a_library_set_has_its_own_classes(tmp_path: Path, monkeypatch: pytest.M
     assert data_set.classes[0] == "0 - zero"
 
 
-def test_an_unclear_column_is_asked_for_by_a_command_that_works(
+def test_ambiguous_label_column_error_suggests_a_working_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pipeline import cli
@@ -131,7 +132,7 @@ def test_an_unclear_column_is_asked_for_by_a_command_that_works(
 
 
 def animals(folder: Path, header: str, num_images: int = 12) -> Path:
-    """Write images and a table of their species, and other columns."""
+    """Write images, and a table with the columns of `header`."""
     columns = header.split(",")
     lines = [header]
     for number in range(num_images):
@@ -157,7 +158,9 @@ def animals(folder: Path, header: str, num_images: int = 12) -> Path:
         ("image,family,species", 12),
     ],
 )
-def test_the_likelier_label_is_proposed_first(tmp_path: Path, header: str, num_images: int) -> None:
+def test_likelier_label_column_is_proposed_first(
+    tmp_path: Path, header: str, num_images: int
+) -> None:
     table = animals(tmp_path / "data", header, num_images)
     with pytest.raises(UserError, match="it can be 'species'") as error:
         found(table)
@@ -171,14 +174,12 @@ def test_the_likelier_label_is_proposed_first(tmp_path: Path, header: str, num_i
         ("image,camera", "column 'camera' was taken as the label, because there is no other"),
     ],
 )
-def test_a_label_column_without_a_usual_name_is_told(
-    tmp_path: Path, header: str, note: str
-) -> None:
+def test_label_column_with_unusual_name_is_noted(tmp_path: Path, header: str, note: str) -> None:
     (told,) = found(animals(tmp_path / "data", header)).notes
     assert told.startswith(note)
 
 
-def test_a_table_named_without_its_folder_names_the_card(
+def test_card_is_named_after_table_given_without_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     animals(tmp_path / "data", "image,species")
@@ -188,7 +189,7 @@ def test_a_table_named_without_its_folder_names_the_card(
     assert found("data/labels.csv").name == "data"
 
 
-def test_the_columns_and_folders_of_a_contest_are_found(tmp_path: Path) -> None:
+def test_columns_and_folders_of_contest_data_are_detected(tmp_path: Path) -> None:
     data_set = found(sources.ids_in_an_odd_column(tmp_path / "data"))
     source = data_set.source
     assert (source["image"], source["label"]) == ("id_code", "diagnosis")
@@ -212,7 +213,7 @@ def test_each_table_may_have_its_folder(tmp_path: Path) -> None:
     assert data_set.counts == {"train": 12, "test": 12}
 
 
-def test_test_images_with_the_names_of_train_are_told_apart(tmp_path: Path) -> None:
+def test_equal_file_names_in_train_and_test_are_distinguished(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     for split, start in (("train", 0), ("test", 50)):
         lines = ["filename,label"]
@@ -230,7 +231,7 @@ def test_test_images_with_the_names_of_train_are_told_apart(tmp_path: Path) -> N
         assert item.name.startswith(f"{item.split}/")
 
 
-def test_tables_of_splits_are_kept_if_the_files_are_given(tmp_path: Path) -> None:
+def test_split_tables_are_kept_if_file_pattern_is_given(tmp_path: Path) -> None:
     folder = sources.folder_for_each_table(tmp_path / "data")
     data_set = found(folder, files="{split}/{}")
     assert data_set.notes == ()
@@ -251,11 +252,11 @@ def test_proposed_patterns_are_relative_to_the_table(tmp_path: Path) -> None:
     assert "'../y/0/{}'" in str(error.value)
 
 
-def test_a_folder_below_a_name_with_an_at_sign_keeps_its_name(tmp_path: Path) -> None:
+def test_data_set_name_ignores_at_sign_in_parent_folder(tmp_path: Path) -> None:
     assert found(sources.plain_csv(tmp_path / "me@host" / "leaves").parent).name == "leaves"
 
 
-def test_a_parquet_file_without_rows_is_one_sentence(tmp_path: Path) -> None:
+def test_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
     columns: dict[str, Any] = {
         "image": pa.array([], pa.binary()),
         "label": pa.array([], pa.int64()),
@@ -266,7 +267,7 @@ def test_a_parquet_file_without_rows_is_one_sentence(tmp_path: Path) -> None:
         found(tmp_path / "data.parquet")
 
 
-def test_a_column_for_each_class_is_named(tmp_path: Path) -> None:
+def test_table_with_one_column_per_class_is_refused(tmp_path: Path) -> None:
     lines = ["filename,ant,bee"]
     for number in range(6):
         make_image(tmp_path / "data" / "im" / f"{number}.png", number)
@@ -276,8 +277,8 @@ def test_a_column_for_each_class_is_named(tmp_path: Path) -> None:
         found(tmp_path / "data")
 
 
-def test_a_table_of_images_is_not_passed_over_for_their_folders(tmp_path: Path) -> None:
-    """Folders named otherwise than by a class are not classes where a table names their images."""
+def test_image_table_takes_precedence_over_folder_names(tmp_path: Path) -> None:
+    """If a table lists the images, folders that are not named after classes are not classes."""
     lines = ["image_id,kind,sort"]
     for number in range(12):
         make_image(tmp_path / "data" / f"part{number % 2}" / f"im{number}.png", number)
@@ -310,7 +311,7 @@ def test_paths_of_a_table_stay_inside_the_source(text: str, file: str | None) ->
     assert (problem is None) == (file is not None)
 
 
-def test_a_link_that_leads_out_is_left_out(tmp_path: Path) -> None:
+def test_rows_below_a_link_outside_the_source_are_rejected(tmp_path: Path) -> None:
     make_image(tmp_path / "outside" / "x.png", 1)
     make_image(tmp_path / "data" / "in.png", 2)
     os.symlink(tmp_path / "outside", tmp_path / "data" / "link")
@@ -332,7 +333,7 @@ def test_a_link_that_leads_out_is_left_out(tmp_path: Path) -> None:
     }
 
 
-def test_row_below_a_link_to_a_read_folder_names_the_link(tmp_path: Path) -> None:
+def test_row_below_a_link_inside_the_source_is_rejected(tmp_path: Path) -> None:
     make_image(tmp_path / "images" / "x.png", 1)
     os.symlink("images", tmp_path / "again")
     table = write_table(tmp_path / "t.csv", ["image,label", "images/x.png,a", "again/x.png,b"])
@@ -347,7 +348,7 @@ def test_row_below_a_link_to_a_read_folder_names_the_link(tmp_path: Path) -> Non
     ]
 
 
-def test_contradictions_are_counted_by_kind(tmp_path: Path) -> None:
+def test_conflicting_labels_are_counted_apart_from_conflicting_splits(tmp_path: Path) -> None:
     rows = ["image,label,split"]
     for index in range(3):
         make_image(tmp_path / f"{index}.png", index)
@@ -380,7 +381,7 @@ BAD: dict[str, tuple[bytes, str, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_file_that_does_not_fit_is_one_sentence(case: str, tmp_path: Path) -> None:
+def test_unusable_file_is_refused_in_one_sentence(case: str, tmp_path: Path) -> None:
     data, name, says = BAD[case]
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError, match=says) as error:

@@ -1,5 +1,4 @@
-"""Promises of shards that are used in place: nothing is copied, what the package webdataset writes
-is read, places come from the card alone, and a source that changed is said."""
+"""Tests of shards used in place: index, refusals, changed sources, forged results, and runs."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def picture(seed: int, form: str = "PNG") -> bytes:
 
 
 def sample(number: int) -> dict[str, Any]:
-    """A sample with its class in all three ways that are common."""
+    """Return a sample that has its class in the three common members."""
     label = number % 2
     return {
         "__key__": f"{number:05d}",
@@ -63,7 +62,7 @@ def sample(number: int) -> dict[str, Any]:
 
 
 def write_shards(folder: Path, name: str, numbers: range, per_shard: int = 4) -> list[Path]:
-    """Write shards with the package's own writer."""
+    """Write shards with the writer of the package `webdataset`; return their paths."""
     folder.mkdir(exist_ok=True)
     paths = []
     for number, start in enumerate(range(0, len(numbers), per_shard)):
@@ -76,7 +75,7 @@ def write_shards(folder: Path, name: str, numbers: range, per_shard: int = 4) ->
 
 @pytest.fixture
 def shards_folder(tmp_path: Path) -> Path:
-    """Three shards of train, with twelve images, and one of test, with four."""
+    """Return a folder of three training shards (12 images) and one test shard (4 images)."""
     write_shards(tmp_path / "wds", "tiny-train", range(12))
     write_shards(tmp_path / "wds", "tiny-val", range(100, 104))
     return tmp_path / "wds"
@@ -109,7 +108,7 @@ def run(
 
 
 def note_opened_shards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that gets the name of each shard that is opened for ingest."""
+    """Return a list that collects the name of each shard opened for ingest."""
     opened: list[str] = []
     open_range_file = vars(webdataset_format)["open_range_file"]
 
@@ -122,11 +121,9 @@ def note_opened_shards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 # ---- the index -----------------------------------------------------------------------------------
-def test_shards_are_indexed_where_they_lie_and_nothing_is_copied(
-    shards_folder: Path, tmp_path: Path
-) -> None:
+def test_shards_are_indexed_in_place_without_a_copy(shards_folder: Path, tmp_path: Path) -> None:
     manifest, shards = run(card_of(shards_folder), tmp_path / "store")
-    assert manifest["wall_s"] > 0, "the report shows how long it took"
+    assert manifest["wall_s"] > 0, "the report shows the duration"
     assert manifest["counts"] == {"train": 12, "test": 4}
     assert set(manifest["files"]) == {
         "index.parquet",
@@ -149,14 +146,16 @@ def test_shards_are_indexed_where_they_lie_and_nothing_is_copied(
 
 
 @pytest.mark.parametrize("label", ["cls", "txt", "json:label", "json:name", "label"])
-def test_the_label_is_a_member_or_a_field(label: str, shards_folder: Path, tmp_path: Path) -> None:
+def test_label_can_be_a_tar_member_or_json_field(
+    label: str, shards_folder: Path, tmp_path: Path
+) -> None:
     manifest, _ = run(card_of(shards_folder, source={"label": label}), tmp_path / "store")
     other, _ = run(card_of(shards_folder), tmp_path / "store", "other")
     assert manifest["content"] == other["content"]
     assert manifest["rejected"] == {}
 
 
-def test_the_index_is_the_same_whoever_reads_the_shards(
+def test_serial_and_threaded_indexing_give_equal_indexes(
     shards_folder: Path, tmp_path: Path
 ) -> None:
     first, one = run(card_of(shards_folder), tmp_path / "store", "one")
@@ -165,7 +164,7 @@ def test_the_index_is_the_same_whoever_reads_the_shards(
     assert first["files"] == second["files"]
 
 
-def test_a_killed_pass_goes_on_with_the_shards_that_were_not_read(
+def test_interrupted_indexing_resumes_with_unread_shards(
     shards_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = card_of(shards_folder)
@@ -190,7 +189,7 @@ def test_a_killed_pass_goes_on_with_the_shards_that_were_not_read(
 
 
 def files_but_account(manifest: Manifest) -> dict[str, Any]:
-    """The files of an ingest, without the pages on the changes since the last one."""
+    """Return the files of an ingest, except those on the changes since the last ingest."""
     names = manifest["files"].keys() - {"account.json", "preview.html"}
     return {name: manifest["files"][name] for name in sorted(names)}
 
@@ -200,7 +199,7 @@ def test_only_new_and_changed_shards_are_read(
 ) -> None:
     run(card_of(shards_folder), tmp_path / "store", "old")
     write_shards(shards_folder, "tiny-train", range(16))
-    for number in (0, 2, 3):  # shard 1 has another time, and the same bytes
+    for number in (0, 2, 3):  # shard 1 gets another time below, with equal bytes
         os.utime(shards_folder / f"tiny-train-{number:04d}.tar", ns=(1, 10**18 + number))
     run(card_of(shards_folder), tmp_path / "store", "middle")
     path = shards_folder / "tiny-train-0001.tar"
@@ -227,7 +226,7 @@ def test_only_new_and_changed_shards_are_read(
         {"max_pixels": 90, "max_bad_fraction": 1.0},
     ],
 )
-def test_shards_follow_a_changed_card_there_and_back(
+def test_incremental_index_equals_a_fresh_one_after_card_changes(
     change: dict[str, Any], shards_folder: Path, tmp_path: Path
 ) -> None:
     if "max_pixels" in change:
@@ -249,7 +248,7 @@ def test_shards_follow_a_changed_card_there_and_back(
         previous = key
 
 
-def test_a_shard_with_other_members_is_known(
+def test_shard_with_members_that_are_not_samples_is_reused(
     shards_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with webdataset.TarWriter(str(shards_folder / "tiny-train-0002.tar")) as writer:
@@ -264,8 +263,8 @@ def test_a_shard_with_other_members_is_known(
     assert files_but_account(grown) == files_but_account(fresh)
 
 
-def test_shards_of_one_size_and_time_elsewhere_are_read(tmp_path: Path) -> None:
-    """What a shard is known by has its URL: another folder may have other images."""
+def test_shard_at_another_url_is_read_again(tmp_path: Path) -> None:
+    """A shard is also identified by its URL, because another folder may have other images."""
     for number, folder in enumerate(("one", "two")):
         (path,) = write_shards(tmp_path / folder, "tiny", range(4 * number, 4 * number + 4))
         os.utime(path, ns=(1, 10**18))
@@ -279,8 +278,8 @@ def test_shards_of_one_size_and_time_elsewhere_are_read(tmp_path: Path) -> None:
     )
 
 
-def test_no_picture_of_a_removed_image_is_kept(tmp_path: Path) -> None:
-    for number, folder in enumerate(("one", "two")):  # shards and samples of the same names
+def test_preview_of_a_removed_image_is_deleted(tmp_path: Path) -> None:
+    for number, folder in enumerate(("one", "two")):  # equal names of shards and samples
         (tmp_path / folder).mkdir()
         with webdataset.TarWriter(str(tmp_path / folder / "tiny.tar")) as writer:
             for key in range(4):
@@ -301,7 +300,7 @@ def test_no_picture_of_a_removed_image_is_kept(tmp_path: Path) -> None:
     [("nothing", 0), ("no row", 1), ("other shard", 4), ("negative", 4), ("numbers", 4),
      ("pictures", 4)],
 )  # fmt: skip
-def test_a_forged_earlier_result_is_read_again(
+def test_shards_of_a_forged_earlier_index_are_read_again(
     harm: str, num_read: int, shards_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = card_of(shards_folder)
@@ -329,14 +328,14 @@ def test_a_forged_earlier_result_is_read_again(
     assert files_but_account(grown) == files_but_account(run(card, tmp_path / "fresh", "new")[0])
 
 
-def test_another_process_gives_the_tables_of_shards_the_same_names(shards_folder: Path) -> None:
-    """The order of a set differs between processes, and so would the name that is made of it."""
+def test_index_unit_arguments_contain_no_sets(shards_folder: Path) -> None:
+    """A name must not depend on the order of a set, which differs between processes."""
     card = card_of(shards_folder)
     for unit in units(card, serial):
         assert "set(" not in repr(unit.args)
 
 
-def test_shards_are_listed_with_braces_one_by_one_or_by_full_paths(
+def test_shards_can_be_listed_by_braces_names_or_absolute_paths(
     shards_folder: Path, tmp_path: Path
 ) -> None:
     _, braces = run(card_of(shards_folder), tmp_path / "store", "braces")
@@ -348,7 +347,7 @@ def test_shards_are_listed_with_braces_one_by_one_or_by_full_paths(
         assert listed.read_index().equals(braces.read_index())
 
 
-def test_braces_in_the_name_of_the_folder_are_no_pattern(
+def test_braces_in_the_source_folder_name_are_not_expanded(
     shards_folder: Path, tmp_path: Path
 ) -> None:
     folder = shards_folder.rename(tmp_path / "a{0..1},{b}")
@@ -356,7 +355,7 @@ def test_braces_in_the_name_of_the_folder_are_no_pattern(
     assert manifest["counts"]["train"] == 12
 
 
-def test_test_images_are_held_out_of_shards_without_a_test_split(
+def test_test_images_are_held_out_if_no_test_shards_exist(
     shards_folder: Path, tmp_path: Path
 ) -> None:
     card = card_of(shards_folder, {"train": SPLITS["train"]}, test_fraction=0.5)
@@ -367,7 +366,7 @@ def test_test_images_are_held_out_of_shards_without_a_test_split(
     }
 
 
-def test_extensions_of_images_are_those_that_the_card_names(tmp_path: Path) -> None:
+def test_card_selects_the_image_extensions(tmp_path: Path) -> None:
     (tmp_path / "wds").mkdir()
     with webdataset.TarWriter(str(tmp_path / "wds" / "a.tar")) as writer:
         for number in range(8):
@@ -381,7 +380,7 @@ def test_extensions_of_images_are_those_that_the_card_names(tmp_path: Path) -> N
     assert set(shards.read_index()["sha256"].to_pylist()) == expected
 
 
-def test_what_cannot_be_used_is_listed_with_its_reason(tmp_path: Path) -> None:
+def test_rejected_samples_are_listed_with_reasons(tmp_path: Path) -> None:
     (tmp_path / "wds").mkdir()
     with tarfile.open(tmp_path / "wds" / "a.tar", "w") as tar:
 
@@ -424,7 +423,7 @@ def test_what_cannot_be_used_is_listed_with_its_reason(tmp_path: Path) -> None:
     }
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("shards", "says"),
     [
@@ -435,9 +434,7 @@ def test_what_cannot_be_used_is_listed_with_its_reason(tmp_path: Path) -> None:
         (["a.tar", "b.tar.xz"], "is compressed"),
     ],
 )
-def test_shards_that_a_program_makes_or_that_are_compressed_are_refused(
-    shards: Any, says: str
-) -> None:
+def test_pipe_urls_and_compressed_shards_are_refused(shards: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         card_of("x", {"train": shards})
 
@@ -451,7 +448,7 @@ def test_shards_that_a_program_makes_or_that_are_compressed_are_refused(
         (["a.tar", "a.tar"], "is listed twice"),
     ],
 )
-def test_braces_without_end_and_shards_that_are_listed_twice_are_refused(
+def test_invalid_braces_and_duplicate_shards_are_refused(
     shards: Any, says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=says):
@@ -459,14 +456,12 @@ def test_braces_without_end_and_shards_that_are_listed_twice_are_refused(
 
 
 @pytest.mark.parametrize("form", ["folder", "csv", "parquet", "tar", "webdataset"])
-def test_a_list_names_the_parts_of_a_split_in_every_format(form: str) -> None:
+def test_every_format_accepts_a_list_of_split_parts(form: str) -> None:
     card = card_of("x", {"train": ["a.tar", "b.tar"]}, source={"format": form})
     assert card.source.list_parts("train") == ("a.tar", "b.tar")
 
 
-def test_missing_shard_is_named_and_empty_source_is_gone(
-    shards_folder: Path, tmp_path: Path
-) -> None:
+def test_missing_shard_and_missing_source_are_reported(shards_folder: Path, tmp_path: Path) -> None:
     card = card_of(shards_folder)
     (shards_folder / "tiny-train-0001.tar").unlink()
     with pytest.raises(UserError, match=r"1 of its 4 shards are missing.*tiny-train-0001\.tar"):
@@ -476,7 +471,7 @@ def test_missing_shard_is_named_and_empty_source_is_gone(
         run(card_of(tmp_path / "nowhere"), tmp_path / "store")
 
 
-def test_a_header_that_is_none_is_not_the_end(shards_folder: Path, tmp_path: Path) -> None:
+def test_invalid_tar_header_is_not_taken_as_the_end(shards_folder: Path, tmp_path: Path) -> None:
     path = shards_folder / "tiny-train-0001.tar"
     with tarfile.open(path) as tar:
         offset = tar.getmembers()[6].offset
@@ -488,7 +483,7 @@ def test_a_header_that_is_none_is_not_the_end(shards_folder: Path, tmp_path: Pat
 
 
 # ---- a source that changed -----------------------------------------------------------------------
-def test_shards_that_changed_after_they_were_indexed_are_a_sentence(
+def test_shards_changed_or_deleted_after_indexing_raise_source_changed(
     shards_folder: Path, tmp_path: Path
 ) -> None:
     card = card_of(shards_folder)
@@ -523,7 +518,7 @@ def test_shards_that_changed_after_they_were_indexed_are_a_sentence(
     assert read(0) == picture(0)
 
 
-def test_the_fingerprint_follows_sizes_and_not_the_folder(
+def test_fingerprint_depends_on_sizes_but_not_on_the_folder(
     shards_folder: Path, tmp_path: Path
 ) -> None:
     before = fingerprint(card_of(shards_folder))
@@ -535,9 +530,9 @@ def test_the_fingerprint_follows_sizes_and_not_the_folder(
     assert fingerprint(card_of(moved)) != before
 
 
-# ---- results of a stranger -----------------------------------------------------------------------
+# ---- forged results ------------------------------------------------------------------------------
 def forged(root: Path, **columns: Any) -> None:
-    """Replace the list of shards in the result `k`, with all digests right."""
+    """Replace the list of shards in the result `k`, and correct all digests."""
     artifact = Artifact.need(str(root), "k")
     table = pq.read_table(artifact.uri("shards.parquet"))
     for name, values in columns.items():
@@ -558,7 +553,7 @@ def forged(root: Path, **columns: Any) -> None:
         {"shard": "../../etc/passwd"},
     ],
 )
-def test_a_forged_list_of_shards_is_damage(
+def test_forged_list_of_shards_is_reported_as_damage(
     columns: dict[str, Any], shards_folder: Path, tmp_path: Path
 ) -> None:
     run(card_of(shards_folder), tmp_path / "store")
@@ -567,7 +562,7 @@ def test_a_forged_list_of_shards_is_damage(
         Shards.open(str(tmp_path / "store"), "k").read_index()
 
 
-def test_shards_in_place_lie_where_the_card_says_or_nowhere(
+def test_shards_in_place_cannot_be_read_without_card_urls(
     shards_folder: Path, tmp_path: Path
 ) -> None:
     run(card_of(shards_folder), tmp_path / "store")
@@ -580,7 +575,7 @@ def test_shards_in_place_lie_where_the_card_says_or_nowhere(
 
 # ---- whole runs ----------------------------------------------------------------------------------
 def digit_shards(folder: Path, name: str, classes: str) -> str:
-    """Write shards of the images of a small card, and a card that uses them. Return its path."""
+    """Write the images of a small card as shards, and a card for them; return the card's path."""
     small_run.make_card(folder, name, classes)
     splits = {}
     for split in ("train", "test"):
@@ -607,7 +602,7 @@ def digit_shards(folder: Path, name: str, classes: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_trains_from_shards_in_place_and_outlives_their_move_and_end(tmp_path: Path) -> None:
+def test_results_from_in_place_shards_survive_moved_and_deleted_shards(tmp_path: Path) -> None:
     cards = {"a": digit_shards(tmp_path, "a", "23")}
     body = small_run.make_body(tmp_path, cards, ["finetune"], data={"val_fraction": 0.2})
     config = small_run.write_config(tmp_path / "config.yaml", body)
@@ -633,8 +628,8 @@ def test_a_run_trains_from_shards_in_place_and_outlives_their_move_and_end(tmp_p
     assert "finetune/b/evaluate" in after
 
 
-def test_a_shard_that_was_replaced_unseen_is_indexed_by_the_same_command(tmp_path: Path) -> None:
-    """Size and time of change are as they were: no look at the source can tell."""
+def test_silently_replaced_shard_is_indexed_by_the_second_run(tmp_path: Path) -> None:
+    """Size and modification time are unchanged, so that the change can only be found by reading."""
     cards = {"base": digit_shards(tmp_path, "base", "01")}
     body = small_run.make_body(tmp_path, cards, ["linear"])
     config = small_run.write_config(tmp_path / "config.yaml", body)
@@ -642,7 +637,7 @@ def test_a_shard_that_was_replaced_unseen_is_indexed_by_the_same_command(tmp_pat
     shard = tmp_path / "base-train-0.tar"
     before = shard.stat()
     data = bytearray(shard.read_bytes())
-    # two images of one size change places
+    # swap two images of equal size
     with tarfile.open(shard) as tar:
         images = [member for member in tar if member.name.endswith(".png")]
     first, second = next(
@@ -656,7 +651,7 @@ def test_a_shard_that_was_replaced_unseen_is_indexed_by_the_same_command(tmp_pat
     assert cli.main(["run", config]) == 0
 
 
-def test_a_graph_that_is_kept_places_no_shards(tmp_path: Path) -> None:
+def test_cached_graph_contains_no_shard_urls(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     inputs = graph_cache.BuildInputs("d" * 64, {})
     task = Task("t", "tiny", "k", CLASSES, shard_urls=ShardUrls(("train.tar",)))

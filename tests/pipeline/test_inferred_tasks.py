@@ -1,4 +1,4 @@
-"""Promises of the report and the record about methods that find out the task by themselves."""
+"""Tests of reports and records of methods that infer the task of an image."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NAMES = [t["name"] for t in fake_run.TASKS]
 
 
 def picks(after: int, task: int) -> dict[str, Any]:
-    """Three of four images are taken for what they are, the rest for the first task; of the first
-    task all."""
+    """Return pick counts: all images of the first task are picked correctly. Of other tasks, three
+    of four images are correct, and the rest are assigned to the first task."""
     total = fake_run.IMAGES[task]
     right = total if task == 0 else 3 * total // 4
     counts = [0] * (after + 1)
@@ -35,7 +35,7 @@ def picks(after: int, task: int) -> dict[str, Any]:
 
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunTables:
-    """Of the fake run, whose chain `finetune` now says what it took images for."""
+    """Return the tables of the fake run, with pick counts for `finetune`."""
     monkeypatch.setattr(plots, "DPI", 40)
     fake_run.write(str(tmp_path))
     run_tables = RunTables.load(str(tmp_path), fake_run.record())
@@ -47,7 +47,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunTables:
     return run_tables
 
 
-def test_there_is_a_row_for_every_task_after_every_task(tables: RunTables) -> None:
+def test_picks_table_lists_every_seen_task_after_each_task(tables: RunTables) -> None:
     rows = tables.picks("finetune")
     assert [(r["after"], r["task"]) for r in rows] == [
         (NAMES[t], NAMES[i]) for t in range(4) for i in range(t + 1)
@@ -84,10 +84,10 @@ def test_the_picture_shows_the_last_finished_task_in_stream_order(tables: RunTab
     assert (
         len(plots.to_png(figures.draw_picks("x", PickCounts(counts[:2], tasks[:2], candidates))))
         > 1000
-    ), "as many columns as there are"
+    ), "a picture can have more candidates than tasks"
 
 
-def test_the_page_says_how_often_it_was_right_and_how_sure(tables: RunTables) -> None:
+def test_page_shows_share_and_confidence_of_right_picks(tables: RunTables) -> None:
     text = page.render_picks(tables, "finetune")
     assert "After roots" in text
     assert (
@@ -103,7 +103,7 @@ def test_the_page_says_how_often_it_was_right_and_how_sure(tables: RunTables) ->
     )
 
 
-def test_the_record_gets_curves_a_picture_and_tables(tables: RunTables) -> None:
+def test_picks_are_recorded_as_curves_picture_and_tables(tables: RunTables) -> None:
     points = pick_points(tables.picks("finetune"))
     assert [(p.name, p.step) for p in points[:3]] == [
         ("picked_right/shapes", 0),
@@ -119,7 +119,7 @@ def test_the_record_gets_curves_a_picture_and_tables(tables: RunTables) -> None:
     }
 
 
-def test_methods_that_are_told_or_let_all_outputs_compete_have_nothing_of_it(
+def test_method_without_inferred_tasks_has_no_picks_output(
     tables: RunTables,
 ) -> None:
     assert tables.picks("meat") == []

@@ -1,5 +1,4 @@
-"""Promises of ingest: nothing is dropped in silence, the result does not depend on who worked,
-every format gives the same."""
+"""Tests of ingest: results, rejected images, names and links, checks of a card, and formats."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def picture(seed: int, mode: str = "RGB", form: str = "PNG", side: int = 9) -> b
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Ten train and four test images of each class."""
+    """Return a folder with ten train and four test images of each class."""
     for c, name in enumerate(CLASSES):
         for split, count in (("train", 10), ("test", 4)):
             folder = tmp_path / "source" / split / name
@@ -104,7 +103,7 @@ def listed(root: Path, key: str = "k") -> list[dict[str, str]]:
 
 
 # ---- the result ----------------------------------------------------------------------------------
-def test_every_image_is_found_again_byte_for_byte(source: Any, tmp_path: Path) -> None:
+def test_every_image_is_stored_byte_for_byte(source: Any, tmp_path: Path) -> None:
     manifest, shards = run(card_of(source), tmp_path)
     assert manifest["counts"] == {"train": 20, "test": 8}
     assert manifest["step"] == "ingest"
@@ -142,7 +141,7 @@ def test_shards_are_webdataset_of_one_class_each(source: Any, tmp_path: Path) ->
 
 
 def test_the_index_is_sorted_by_split_class_and_image(source: Any, tmp_path: Path) -> None:
-    """And images of a shard lie in this order, one behind the other."""
+    """The images of a shard are stored in the same order."""
     (source / "train" / "dog" / "again.png").write_bytes(
         (source / "train" / "dog" / "00.png").read_bytes()
     )
@@ -178,12 +177,14 @@ def test_parallel_work_gives_the_same_bytes_as_serial_work(source: Any, tmp_path
     assert len(one["files"]) == 11
 
 
-def test_nothing_but_the_published_attempt_is_left(source: Any, tmp_path: Path) -> None:
+def test_only_the_published_attempt_remains(source: Any, tmp_path: Path) -> None:
     manifest, _ = run(parquet_card(tmp_path, source), tmp_path, map_fn=threads)
     assert sorted(os.listdir(tmp_path / "k")) == sorted([manifest["attempt"], "manifest.json"])
 
 
-def test_a_class_more_leaves_keys_and_shards_of_the_others(source: Any, tmp_path: Path) -> None:
+def test_additional_class_keeps_keys_and_shards_of_other_classes(
+    source: Any, tmp_path: Path
+) -> None:
     manifest, all_of_it = run(card_of(source), tmp_path, "all")
     card = card_of(source, classes=["dog"], max_bad_fraction=1)
     manifest_of_part, part = run(card, tmp_path, "part")
@@ -233,7 +234,7 @@ def test_too_many_bad_images_stop_the_stage_and_publish_nothing(
     assert run(card_of(source, max_bad_fraction=0.1), tmp_path)[0]["rejected"] == {"corrupt": 1}
 
 
-def test_subset_keeps_equal_images_for_any_location(source: Any, tmp_path: Path) -> None:
+def test_subset_keeps_images_with_the_lowest_key_hashes(source: Any, tmp_path: Path) -> None:
     manifest, shards = run(card_of(source, per_class={"train": 3, "test": 1}), tmp_path)
     assert manifest["counts"] == {"train": 6, "test": 2}
     assert manifest["rejected"] == {"left out": 20}
@@ -250,7 +251,7 @@ def test_subset_keeps_equal_images_for_any_location(source: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("duplicates", "train"), [("keep", 22), ("drop", 21)])
-def test_copies_are_listed_and_dropped_only_where_the_card_says_so(
+def test_duplicates_are_listed_and_dropped_only_if_configured(
     source: Any, tmp_path: Path, duplicates: str, train: int
 ) -> None:
     (source / "train" / "cat" / "again.png").write_bytes(
@@ -298,13 +299,13 @@ def test_non_utf8_images_are_read_and_classes_listed(source: Any, tmp_path: Path
         load_card_file(str(tmp_path / "card.yaml"))
 
 
-def test_line_ends_in_a_name_stay_in_their_row(source: Any, tmp_path: Path) -> None:
+def test_line_break_in_file_name_is_escaped_in_rejected_list(source: Any, tmp_path: Path) -> None:
     (source / "train" / "cat" / "a\nb.png").write_bytes(b"no image")
     run(card_of(source, max_bad_fraction=0.1), tmp_path)
     assert reasons(tmp_path) == {"train/cat/a\\nb.png": "corrupt: not an image"}
 
 
-def test_what_is_no_file_is_listed_and_never_opened(
+def test_special_files_and_dangling_links_are_listed_but_not_opened(
     source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cat = source / "train" / "cat"
@@ -329,7 +330,7 @@ def test_what_is_no_file_is_listed_and_never_opened(
     }
 
 
-def test_an_image_that_a_link_does_not_lead_to_counts_as_bad(source: Any, tmp_path: Path) -> None:
+def test_dangling_image_link_counts_as_bad_image(source: Any, tmp_path: Path) -> None:
     (source / "train" / "cat" / "gone.png").symlink_to("nowhere.png")
     with pytest.raises(UserError, match=r"1 of 29 images.*gone\.png \(link: to nothing\)"):
         run(card_of(source), tmp_path)
@@ -376,8 +377,8 @@ def test_linked_folders_are_read_once_and_never_outside_the_source(
     }
 
 
-def test_a_source_whose_folders_all_lie_elsewhere_says_so(source: Any, tmp_path: Path) -> None:
-    """A data set that is put together from links to folders: what to name in its place is said."""
+def test_source_of_only_outside_folder_links_is_refused(source: Any, tmp_path: Path) -> None:
+    """If a data set consists of links to folders, the error names the remedy."""
     linked = tmp_path / "linked"
     linked.mkdir()
     for split in ("train", "test"):
@@ -391,8 +392,8 @@ def test_a_source_whose_folders_all_lie_elsewhere_says_so(source: Any, tmp_path:
         raw_data.find_source(store, card_of(linked))
 
 
-def test_a_link_to_a_file_stands_for_the_file_wherever_it_lies(source: Any, tmp_path: Path) -> None:
-    """Caches of hubs, and tools that keep versions of data, are laid out so."""
+def test_linked_file_outside_the_source_is_read(source: Any, tmp_path: Path) -> None:
+    """Caches of model hubs and data versioning tools use such links."""
     blob = tmp_path / "blob"
     (source / "train" / "cat" / "00.png").rename(blob)
     expected = (tmp_path / "blob").read_bytes()
@@ -412,7 +413,7 @@ def test_a_link_to_a_file_stands_for_the_file_wherever_it_lies(source: Any, tmp_
         ("train", r"1 of 9 images .* train \(link: to a folder outside the source"),
     ],
 )
-def test_a_split_that_is_a_link_which_is_not_followed_is_named(
+def test_unfollowed_split_link_is_named_in_the_error(
     split: str, says: str, source: Any, tmp_path: Path
 ) -> None:
     (source / split).rename(tmp_path / "elsewhere")
@@ -421,7 +422,7 @@ def test_a_split_that_is_a_link_which_is_not_followed_is_named(
         run(card_of(source), tmp_path)
     (source / split).unlink()
     (tmp_path / "elsewhere").rename(source / "kept")
-    (source / split).symlink_to("kept")  # inside the source, and nowhere else read
+    (source / split).symlink_to("kept")  # inside the source, and not read under another name
     assert run(card_of(source), tmp_path)[0]["counts"] == {"train": 20, "test": 8}
 
 
@@ -445,7 +446,7 @@ def test_dangling_shard_is_error_and_other_files_are_listed(
 
 
 @pytest.mark.parametrize("form", ["tar", "parquet"])
-def test_shards_and_members_whose_names_are_no_utf8_are_read(
+def test_shards_and_members_with_non_utf8_names_are_read(
     form: str, source: Any, tmp_path: Path
 ) -> None:
     card = tar_card(tmp_path, source) if form == "tar" else parquet_card(tmp_path, source)
@@ -464,14 +465,14 @@ def test_shards_and_members_whose_names_are_no_utf8_are_read(
 
 
 def strings(*values: bytes) -> pa.Array:
-    """Text as a file may hold it: any bytes."""
+    """Return a string array with any bytes, as a damaged file may hold."""
     ends = np.cumsum([0, *map(len, values)]).astype(np.int32)
     return pa.Array.from_buffers(
         pa.string(), len(values), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(values))]
     )
 
 
-def test_text_in_parquet_that_is_no_utf8_is_listed_or_left_aside(
+def test_non_utf8_parquet_label_is_rejected_and_path_is_ignored(
     source: Any, tmp_path: Path
 ) -> None:
     images = pa.array([picture(i) for i in range(3)])
@@ -493,7 +494,7 @@ def test_text_in_parquet_that_is_no_utf8_is_listed_or_left_aside(
     )
 
 
-def test_a_source_in_a_bucket_is_read_as_one_on_a_disk(
+def test_source_in_a_bucket_gives_same_index_as_on_disk(
     source: Any, tmp_path: Path, bucket: Any
 ) -> None:
     client = s3.client_of(bucket.upstream)
@@ -514,9 +515,7 @@ def test_a_source_in_a_bucket_is_read_as_one_on_a_disk(
     assert "which no URI can hold; rename it" in reasons(tmp_path, "bucket")["train/cat/a#1.png"]
 
 
-def test_equal_names_in_two_archives_of_one_name_get_keys_of_their_own(
-    source: Any, tmp_path: Path
-) -> None:
+def test_equal_names_in_same_named_archives_get_separate_keys(source: Any, tmp_path: Path) -> None:
     card = tar_card(tmp_path, source)
     for split in ("train", "test"):
         for folder in "ab":
@@ -536,7 +535,7 @@ NFC, NFD = "caf\u00e9", "cafe\u0301"
 @pytest.mark.parametrize("folder", [NFC, NFD])
 @pytest.mark.parametrize("on_card", [NFC, NFD])
 @pytest.mark.parametrize("form", ["folder", "parquet"])
-def test_a_class_is_the_same_in_both_unicode_forms(
+def test_class_names_match_in_both_unicode_forms(
     folder: Any, on_card: Any, form: str, source: Any, tmp_path: Path
 ) -> None:
     for split in ("train", "test"):
@@ -570,7 +569,7 @@ def fingerprint_of_other_form(source: Path, folder: str) -> str | None:
 
 
 @pytest.mark.parametrize("what", ["folders", "files"])
-def test_names_that_differ_in_their_unicode_form_alone_are_a_sentence(
+def test_names_differing_only_in_unicode_form_are_refused(
     what: str, source: Any, tmp_path: Path
 ) -> None:
     for name in (NFC, NFD):
@@ -596,14 +595,14 @@ def test_names_that_differ_in_their_unicode_form_alone_are_a_sentence(
         load_card_file(str(file))
 
 
-# ---- what a card promises ------------------------------------------------------------------------
-def test_a_missing_source_is_named_with_the_remedy(tmp_path: Path) -> None:
+# ---- checks of a card ----------------------------------------------------------------------------
+def test_missing_source_error_names_the_folder_and_remedy(tmp_path: Path) -> None:
     assert fingerprint(card_of(tmp_path / "nowhere")) is None
     with pytest.raises(UserError, match=r"nowhere does not exist; put the data there"):
         run(card_of(tmp_path / "nowhere"), tmp_path)
 
 
-def test_the_fingerprint_follows_names_and_sizes(source: Any) -> None:
+def test_fingerprint_changes_if_a_file_size_changes(source: Any) -> None:
     before = fingerprint(card_of(source))
     assert before == fingerprint(card_of(source))
     (source / "train" / "cat" / "00.png").write_bytes(picture(7, side=12))
@@ -611,9 +610,7 @@ def test_the_fingerprint_follows_names_and_sizes(source: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["folder", "tar", "parquet"])
-def test_the_fingerprint_follows_nothing_beside_the_images(
-    form: str, source: Any, tmp_path: Path
-) -> None:
+def test_fingerprint_ignores_unrelated_files(form: str, source: Any, tmp_path: Path) -> None:
     makers: dict[str, Callable[[], Card]] = {
         "folder": lambda: card_of(source),
         "tar": lambda: tar_card(tmp_path, source),
@@ -627,7 +624,9 @@ def test_the_fingerprint_follows_nothing_beside_the_images(
     before = fingerprint(card)
     files = sorted(p for p in source_folder.rglob("*") if p.is_file())
     text = "\n".join(f"{p.relative_to(source_folder)}\t{p.stat().st_size}" for p in files)
-    assert before == hashlib.sha256(text.encode()).hexdigest(), "what it was is kept"
+    assert before == hashlib.sha256(text.encode()).hexdigest(), (
+        "the definition of the fingerprint must not change"
+    )
     for name in names:
         (source_folder / name).parent.mkdir(exist_ok=True)
         (source_folder / name).write_text("a note")
@@ -647,7 +646,7 @@ def test_the_fingerprint_follows_nothing_beside_the_images(
         ({"source": {"splits": {"train": "lesson", "test": "exam"}}}, "has no files for its"),
     ],
 )
-def test_what_the_card_promises_must_be_found(
+def test_source_that_breaks_card_promises_is_refused(
     source: Any, tmp_path: Path, changes: Any, sentence: str
 ) -> None:
     with pytest.raises(UserError, match=sentence):
@@ -655,7 +654,7 @@ def test_what_the_card_promises_must_be_found(
     assert os.listdir(tmp_path) == ["source"] or os.listdir(tmp_path / "k") == []
 
 
-def test_the_content_digest_follows_images_and_not_shards(source: Any, tmp_path: Path) -> None:
+def test_content_digest_depends_on_images_but_not_on_shards(source: Any, tmp_path: Path) -> None:
     content = run(card_of(source), tmp_path, "a")[0]["content"]
     assert (
         run(card_of(source, shard_images=3, content=content), tmp_path, "b")[0]["content"]
@@ -665,9 +664,7 @@ def test_the_content_digest_follows_images_and_not_shards(source: Any, tmp_path:
     assert run(card_of(source), tmp_path, "c")[0]["content"] != content
 
 
-def test_test_images_are_held_out_by_class_where_the_source_has_none(
-    source: Any, tmp_path: Path
-) -> None:
+def test_missing_test_images_are_held_out_from_train_per_class(source: Any, tmp_path: Path) -> None:
     splits = {"splits": {"train": "train"}}
     manifest, shards = run(card_of(source, source=splits, test_fraction=0.3), tmp_path)
     assert manifest["counts"] == {"train": 14, "test": 6}
@@ -683,7 +680,7 @@ def test_test_images_are_held_out_by_class_where_the_source_has_none(
     )
 
 
-def test_classes_from_source_are_the_folders_and_must_be_as_many_as_promised(
+def test_classes_from_source_are_folders_and_must_match_num_classes(
     source: Any, tmp_path: Path
 ) -> None:
     text = (
@@ -726,7 +723,7 @@ def digests(shards: Shards) -> set[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("as_struct", [True, False])
 @pytest.mark.parametrize("numbers", [True, False])
-def test_parquet_gives_the_images_of_the_folder(
+def test_parquet_gives_same_images_as_class_folders(
     source: Any, tmp_path: Path, as_struct: bool, numbers: bool
 ) -> None:
     _, folder = run(card_of(source), tmp_path, "folder")
@@ -772,14 +769,14 @@ def tar_card(folder: Path, source: Path, **extra: bytes) -> Card:
     return card_of(folder / "tars", "tar")
 
 
-def test_tars_give_the_images_of_the_folder(source: Any, tmp_path: Path) -> None:
+def test_tars_give_same_images_as_class_folders(source: Any, tmp_path: Path) -> None:
     _, folder = run(card_of(source), tmp_path, "folder")
     _, tars = run(tar_card(tmp_path, source), tmp_path, "tars", threads)
     assert digests(tars) == digests(folder)
 
 
-@pytest.mark.parametrize("less", [0, 300, 512 * 3])  # bytes missing beside the end mark
-def test_a_tar_cut_short_is_refused(source: Any, tmp_path: Path, less: Any) -> None:
+@pytest.mark.parametrize("less", [0, 300, 512 * 3])  # bytes missing in addition to the end mark
+def test_truncated_tar_is_refused(source: Any, tmp_path: Path, less: Any) -> None:
     card, file = tar_card(tmp_path, source), tmp_path / "tars" / "train-0.tar"
     with tarfile.open(file) as tar:
         end = max(m.offset_data + -(-m.size // 512) * 512 for m in tar)
@@ -789,7 +786,7 @@ def test_a_tar_cut_short_is_refused(source: Any, tmp_path: Path, less: Any) -> N
 
 
 @pytest.mark.parametrize("name", ["/etc/a.png", "../a.png", "x/../../a.png"])
-def test_a_tar_that_points_outside_is_refused(source: Any, tmp_path: Path, name: str) -> None:
+def test_tar_with_member_paths_outside_is_refused(source: Any, tmp_path: Path, name: str) -> None:
     card = tar_card(tmp_path, source)
     with tarfile.open(tmp_path / "tars" / "train-0.tar", "a") as tar:
         tar.addfile(tarfile.TarInfo(name), io.BytesIO())
@@ -807,7 +804,7 @@ def test_rare_formats_become_png_and_keep_their_pixels(source: Any, tmp_path: Pa
     assert np.array_equal(decode(stored, 9), decode(picture(3), 9))
 
 
-def test_equal_names_in_a_class_get_keys_of_their_own(source: Any, tmp_path: Path) -> None:
+def test_equal_names_in_a_class_get_separate_keys(source: Any, tmp_path: Path) -> None:
     (source / "train" / "cat" / "00.jpg").write_bytes(picture(5, form="JPEG"))
     (source / "train" / "cat" / "a.b.png").write_bytes(picture(6))
     _, shards = run(card_of(source), tmp_path)
@@ -846,7 +843,7 @@ def test_torchvision_data_is_read_with_its_own_split(
     assert np.array_equal(decode(stored, 9), decode(picture(53), 9))
 
 
-def test_torchvision_data_has_splits_of_several_names(
+def test_torchvision_splits_can_be_combined_and_unknown_split_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchvision import datasets
@@ -893,9 +890,7 @@ def test_a_flipped_bit_in_a_shard_is_detected(source: Any, tmp_path: Path) -> No
 @pytest.mark.skipif(
     not (DATA / "real7").exists(), reason=f"no real data in {DATA}; set ACCRETE_DATA"
 )
-def test_a_real_data_set_holds_what_its_card_promises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_real_data_set_matches_its_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCRETE_DATA", str(DATA))
     card = load_card_file("real7-scripts")
     manifest, shards = run(card, tmp_path, map_fn=threads)
@@ -913,7 +908,7 @@ def without_labels(card: Card) -> Card:
 
 
 @pytest.mark.parametrize("form", ["folder", "parquet", "tar"])
-def test_images_without_labels_are_of_the_one_class_of_their_card(
+def test_unlabelled_images_belong_to_the_only_class_of_the_card(
     source: Any, tmp_path: Path, form: str
 ) -> None:
     card = {
@@ -922,7 +917,7 @@ def test_images_without_labels_are_of_the_one_class_of_their_card(
         "tar": lambda: tar_card(tmp_path, source),
     }[form]()
     expected = digests(run(card, tmp_path, "labelled")[1])
-    if form == "folder":  # directly in the split, and test images are not asked for
+    if form == "folder":  # images directly in the split folder, and no test images
         for split in ("train", "test"):
             for file in sorted((source / split).rglob("*.png")):
                 file.rename(source / split / f"{file.parent.name}{file.name}")
@@ -937,7 +932,7 @@ def test_images_without_labels_are_of_the_one_class_of_their_card(
     assert manifest["rejected"] == {}
 
 
-def test_a_card_without_labels_has_one_class(source: Any, tmp_path: Path) -> None:
+def test_card_without_labels_must_have_one_class(source: Any, tmp_path: Path) -> None:
     file = tmp_path / "card.yaml"
     body = (
         "name: pictures\nlicence: MIT\nsource: {format: folder, path: %s, label: "

@@ -1,4 +1,4 @@
-"""What ingest writes of a source does not change: shards, index and rejected.csv, byte for byte."""
+"""Golden test of ingest: shards, index and rejected.csv must not change by a single byte."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cards(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("case", json.loads(ingest_sources.GOLDEN.read_text()))
-def test_a_source_gives_the_same_bytes_as_ever(case: str, cards: Any, tmp_path: Path) -> None:
-    """A change of images or keys raises ingest.REVISION; then `python -m tests.ingest_sources`."""
+def test_ingest_result_matches_golden_file(case: str, cards: Any, tmp_path: Path) -> None:
+    """If images or keys must change, raise ingest.REVISION and run `tests.ingest_sources`."""
     golden = json.loads(ingest_sources.GOLDEN.read_text())[case]
     assert ingest_sources.result_of(cards[case], tmp_path, ingest_sources.serial) == golden

@@ -1,4 +1,5 @@
-"""Promises of ingest at size: few requests, little memory, and nothing is done twice."""
+"""Tests of ingest through packs: requests to a bucket, restart after a kill, memory, disk space,
+and progress."""
 
 from __future__ import annotations
 
@@ -46,9 +47,10 @@ def run(card: Card, root: Path | str, map_fn: Any = serial, **options: Any) -> M
 
 
 class Counting:
-    """A map function that notes what it is asked to do, and may end the process in between.
+    """A map function that records its jobs.
 
-    units, shards: names, in order. before: called before each job with their number.
+    units, shards: names of the units and shards, in order. before: called before each job is run,
+    with the number of units and shards so far; may kill the process.
     """
 
     def __init__(self, before: Callable[[int], None] = lambda number: None):
@@ -69,7 +71,7 @@ class Counting:
 # ---- requests ------------------------------------------------------------------------------------
 @pytest.mark.few("True-1-9")
 @pytest.mark.parametrize(("is_small", "of_shard", "others"), [(False, 2, 34), (True, 1, 9)])
-def test_the_digits_take_few_requests_of_a_bucket(
+def test_ingest_of_digits_makes_few_bucket_requests(
     is_small: bool,
     of_shard: int,
     others: int,
@@ -77,7 +79,7 @@ def test_the_digits_take_few_requests_of_a_bucket(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By packs in the bucket, and by packs beside this process as what is small."""
+    """Both with packs in the bucket and with packs in a local folder, as for small sources."""
     if not is_small:
         monkeypatch.setattr("pipeline.data.ingest.is_small", lambda *_: False)
     on_disk = run(load_card_file("digits"), tmp_path)
@@ -104,10 +106,10 @@ def test_a_tar_in_a_bucket_is_read_in_long_ranges(bucket: Any, tmp_path: Path) -
     num_images = expected["counts"]["train"] + expected["counts"]["test"]
     assert num_images > 25
     requests = bucket.counts("train-0.tar")["GET"]
-    assert 2 <= requests < 25, "one for all headers, and one or two for each of some units"
+    assert 2 <= requests < 25, "one for all headers, and one or two per unit"
 
 
-def test_images_near_each_other_in_a_pack_are_one_range() -> None:
+def test_nearby_images_in_a_pack_are_merged_into_one_range() -> None:
     near = [("a", 0, 10), ("a", 20, 10), ("b", 0, 5), ("a", 10, 10)]
     far = [("a", 20 + packs.RANGE_GAP + 11, 5)]
     columns = zip(*near, *far, strict=True)
@@ -119,8 +121,8 @@ def test_images_near_each_other_in_a_pack_are_one_range() -> None:
     ]
 
 
-def test_a_pack_lies_in_the_order_of_the_shards(tmp_path: Path) -> None:
-    """A shard takes one range of every pack, wherever its images were in the source."""
+def test_pack_stores_images_in_shard_order(tmp_path: Path) -> None:
+    """A shard needs one range of each pack, wherever its images were in the source."""
     source = make_folder(tmp_path / "images", train=40)
     card = card_of(source, "folder", source={"splits": {"train": "train"}}, test_fraction=0.3)
     tables: list[pa.Table] = []
@@ -138,12 +140,15 @@ def test_a_pack_lies_in_the_order_of_the_shards(tmp_path: Path) -> None:
             rows = [r for r in table.to_pylist() if r["pack"] == pack]
             jumps += sum(np.diff([row["offset"] for row in rows]) < 0)
     assert len(tables) > 15
-    assert jumps <= 3  # of images held out by a hair
+    assert jumps <= 3  # near the held-out threshold, the order of a pack is a guess
 
 
 # ---- a kill --------------------------------------------------------------------------------------
 def ingest_until(number: int, what: str, card: Card, root: str) -> None:
-    """Ingest in this process, which kills itself before its n-th unit or shard, or n-th write."""
+    """Ingest, and kill this process at unit or shard `number`, or at write `number`.
+
+    what: "write" to count writes, otherwise units and shards are counted.
+    """
     base.MIN_UNIT_BYTES = UNIT_BYTES
     replace = os.replace
     calls = 0
@@ -169,7 +174,7 @@ def ingest_until(number: int, what: str, card: Card, root: str) -> None:
 @pytest.mark.parametrize(
     ("what", "number"), [("unit", 6), ("write", 2), ("write", 7), ("write", 36), ("write", 51)]
 )
-def test_a_killed_ingest_repeats_its_unfinished_units_and_shards_alone(
+def test_restarted_ingest_repeats_only_unfinished_units_and_shards(
     what: str, number: int, tmp_path: Path
 ) -> None:
     card = card_of(make_folder(tmp_path / "images"), "folder")
@@ -197,13 +202,14 @@ def test_a_killed_ingest_repeats_its_unfinished_units_and_shards_alone(
         if path.endswith(".tar") and Path(path).name not in counting.shards:
             assert (root / "k" / path).stat().st_ino == before.st_ino, "written again"
     assert sorted(os.listdir(root / "k")) == sorted([manifest["attempt"], "manifest.json"])
-    assert bool(events[0]["images"]) == bool(tables), "it goes on from where it was"
+    assert bool(events[0]["images"]) == bool(tables), "progress includes the finished units"
 
 
-def test_damaged_shards_are_not_taken_for_what_a_killed_try_has_written(
+def test_damaged_shards_are_not_reused_by_a_restarted_ingest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill between the manifest and the deletion of the packs leaves the marks of all shards."""
+    """A kill after the manifest is written and before the packs are deleted leaves the marks of all
+    shards."""
     card = card_of(make_folder(tmp_path / "images"), "folder")
     monkeypatch.setattr(artifact.Attempt, "_sweep", lambda *_: None)
     monkeypatch.setattr("pipeline.data.ingest.delete_dir", lambda _: None)
@@ -221,7 +227,7 @@ def test_damaged_shards_are_not_taken_for_what_a_killed_try_has_written(
     assert Artifact.need(str(tmp_path), "k").damage() is None
 
 
-def test_a_file_that_changed_since_the_kill_is_read_again(tmp_path: Path) -> None:
+def test_source_file_changed_after_a_kill_is_read_again(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "images")
     card = card_of(source, "folder")
     stop_in_shards(card, tmp_path)
@@ -236,7 +242,7 @@ def test_a_file_that_changed_since_the_kill_is_read_again(tmp_path: Path) -> Non
 
 
 def stop_in_shards(card: Card, root: Path) -> None:
-    """Fail with all units packed and no shard written."""
+    """Ingest, and fail when all units are packed and no shard is written."""
 
     def fail_at_shards(fn: Any, jobs: Any) -> Any:
         for job in jobs:
@@ -248,7 +254,7 @@ def stop_in_shards(card: Card, root: Path) -> None:
         run(card, root, fail_at_shards)
 
 
-def test_a_damaged_pack_is_a_sentence_and_made_anew(tmp_path: Path) -> None:
+def test_damaged_pack_is_reported_and_rebuilt_on_rerun(tmp_path: Path) -> None:
     card = card_of(make_folder(tmp_path / "images"), "folder")
     expected = run(card, tmp_path / "expected")
     stop_in_shards(card, tmp_path)
@@ -260,17 +266,17 @@ def test_a_damaged_pack_is_a_sentence_and_made_anew(tmp_path: Path) -> None:
     assert run(card, tmp_path)["files"] == expected["files"]
 
 
-def test_a_bad_source_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_refused_source_leaves_no_files_behind(tmp_path: Path) -> None:
     card = card_of(make_folder(tmp_path / "images"), "folder", max_bad_fraction=0.01)
     with pytest.raises(UserError, match="max_bad_fraction"):
         run(card, tmp_path)
     assert not list_files(str(tmp_path / "k"))
 
 
-def test_of_two_drivers_at_once_the_slower_takes_the_result_of_the_faster(
+def test_slower_of_two_ingests_uses_the_published_result(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is locked on a bucket; both write the same files, from packs that lie there."""
+    """A bucket has no locks, so both drivers write the same files from the packs in the bucket."""
     monkeypatch.setattr("pipeline.data.ingest.SMALL_BYTES", 0)
     card = card_of(make_folder(tmp_path / "images"), "folder")
     results: list[Manifest] = []
@@ -288,7 +294,7 @@ def test_of_two_drivers_at_once_the_slower_takes_the_result_of_the_faster(
     assert stored.manifest["attempt"] == results[0]["attempt"]
 
 
-def test_an_attempt_is_not_discarded_where_its_files_are_published(tmp_path: Path) -> None:
+def test_discard_keeps_the_files_of_a_published_attempt(tmp_path: Path) -> None:
     for _ in range(2):
         attempt = artifact.Attempt(str(tmp_path), "k", "a-same")
         attempt.write("a", b"data")
@@ -299,7 +305,7 @@ def test_an_attempt_is_not_discarded_where_its_files_are_published(tmp_path: Pat
 
 # ---- memory, space, time -------------------------------------------------------------------------
 @pytest.mark.parametrize("part", [".pack", ".tar"])
-def test_a_full_disk_says_how_much_room_ingest_takes(
+def test_full_disk_reports_free_space_and_keeps_finished_packs(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = card_of(make_folder(tmp_path / "images"), "folder")
@@ -323,11 +329,11 @@ def test_a_full_disk_says_how_much_room_ingest_takes(
     counting = Counting()
     run(card, tmp_path, counting)
     expected = {".pack": NUM_UNITS - 3, ".tar": 0}
-    assert len(counting.units) == expected[part], "what is packed is kept"
+    assert len(counting.units) == expected[part], "units with packs are kept"
 
 
 def pack_copies(path: str, folder: str) -> str:
-    """Pack a table whose rows all hold one image of a megabyte."""
+    """Pack the tables in the folder `path`. `stop` raises an error with the size of the packs."""
     card = card_of(Path(path), "parquet", max_pixels=10**9)
     manifest = run(card, folder, stop)
     return str(manifest)
@@ -341,8 +347,8 @@ def stop(fn: Any, jobs: Any) -> Any:
         yield fn(job)
 
 
-def test_a_table_that_holds_one_image_many_times_makes_a_pack_of_one(tmp_path: Path) -> None:
-    """A few kilobytes would else become 800 MB."""
+def test_image_repeated_in_a_table_is_packed_only_once(tmp_path: Path) -> None:
+    """Otherwise a table of a few kilobytes would become 800 MB."""
     image = picture(1) + bytes(8 << 20)
     (tmp_path / "tables").mkdir()
     for split in ("train", "test"):
@@ -357,10 +363,10 @@ def test_a_table_that_holds_one_image_many_times_makes_a_pack_of_one(tmp_path: P
 
 
 @pytest.mark.parametrize("group_rows", [200, 20])
-def test_a_table_that_repeats_an_image_without_end_is_refused(
+def test_table_that_expands_beyond_the_size_limit_is_refused(
     group_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one group of rows, and in many small ones."""
+    """In one row group, and in many small row groups."""
     monkeypatch.setattr(base, "MAX_UNFOLDED_BYTES", 30 << 20)
     image = picture(1) + bytes(1 << 20)
     (tmp_path / "tables").mkdir()
@@ -374,7 +380,7 @@ def test_a_table_that_repeats_an_image_without_end_is_refused(
 
 
 # ---- progress ------------------------------------------------------------------------------------
-def test_progress_counts_images_and_says_how_long_it_takes(tmp_path: Path) -> None:
+def test_ingest_progress_has_image_counts_and_time_left(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
     run(card_of(make_folder(tmp_path / "images"), "folder"), tmp_path, progress=events.append)
     for doing in ("checking images", "writing shards"):
@@ -393,11 +399,11 @@ def test_progress_counts_images_and_says_how_long_it_takes(tmp_path: Path) -> No
 
 # ---- selection -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("fraction", [0.0, 0.03, 0.5, 0.97])
-def test_test_images_are_held_out_as_validation_images_are(fraction: float) -> None:
+def test_test_split_is_held_out_like_the_validation_split(fraction: float) -> None:
     rng = np.random.default_rng(0)
     labels = [f"class {number}" for number in rng.integers(0, 40, 500).tolist()] + ["alone"]
     keys = [f"{label}/{number}" for number, label in enumerate(labels)]
-    # some images are exact copies, also of images of another class
+    # some images are exact copies, including copies of images of another class
     images = [str(number % 300) for number in range(len(keys))]
     table = pa.table({"key": keys, "class": labels, "sha256": images})
     _, expected = hold_out(table, fraction)
@@ -408,7 +414,7 @@ def test_test_images_are_held_out_as_validation_images_are(fraction: float) -> N
     assert rows.filter(pa.array(is_held_out))["key"].to_pylist() == expected["key"].to_pylist()
 
 
-def test_units_depend_on_the_source_alone_and_cover_it() -> None:
+def test_units_cover_the_source_within_size_and_count_limits() -> None:
     for sizes in ([], [0] * 10_000, [10**9] * 5, [1000] * 300):
         parts = list(base.unit_slices(sizes))
         rows = [row for part in parts for row in range(len(sizes))[part]]

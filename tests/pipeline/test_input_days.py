@@ -1,5 +1,4 @@
-"""Promises of `report MODEL`: shifted inputs are one sentence, others none, and the unknown is
-explained."""
+"""Tests of `report MODEL`: the finding for shifted inputs, input counts, and unknown distances."""
 
 from __future__ import annotations
 
@@ -61,24 +60,24 @@ def inverted(images: list[Path], folder: Path) -> list[Path]:
     ("expected", "count", "measured", "test_images", "is_more"),
     [
         (0.05, 49, 49, 1000, False),  # too few inputs
-        (0.05, 50, 50, 0, False),  # nothing to compare with
+        (0.05, 50, 50, 0, False),  # no test images to compare with
         (0.05, 50, 50, 1000, True),
         (0.05, 94, 230, 256, True),
         (0.05, 12, 230, 256, False),
         (0.05, 5000, 100_000, 10_000, False),  # exactly as expected
         (0.05, 6000, 100_000, 10_000, True),
-        (0.05, 6000, 100_000, 100, False),  # the limit is uncertain
+        (0.05, 6000, 100_000, 100, False),  # too few test images to know the limit well
         (0.5, 100, 100, 256, True),
         (0.5, 60, 100, 256, False),
     ],
 )
-def test_the_rule(
+def test_shift_rule_matches_worked_cases(
     expected: float, count: int, measured: int, test_images: int, is_more: bool
 ) -> None:
     assert exceeds(expected, count, measured, test_images) == is_more
 
 
-def test_the_rule_is_wrong_about_once_in_a_thousand_days() -> None:
+def test_shift_rule_raises_at_most_one_false_alarm_per_thousand() -> None:
     rng = np.random.default_rng(0)
     wrong = 0
     for _ in range(5000):
@@ -95,7 +94,7 @@ def test_median_of_a_histogram() -> None:
 
 
 # ---- the command ---------------------------------------------------------------------------------
-def test_shifted_inputs_are_one_sentence_and_others_none(
+def test_only_shifted_inputs_give_a_finding(
     run: Any, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     images = images_of(run[0], "a")
@@ -117,7 +116,7 @@ def test_shifted_inputs_are_one_sentence_and_others_none(
     assert row["model"] == body["model"]
 
 
-def test_inputs_are_counted_unless_no_record_is_given(
+def test_predict_counts_inputs_unless_no_record_is_set(
     run: Any, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     image = images_of(run[0], "a")[0]
@@ -133,7 +132,7 @@ def test_inputs_are_counted_unless_no_record_is_given(
     assert sum(task.picked for task in tasks.values()) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_said_once(
+def test_unwritable_counts_folder_is_reported_once(
     run: Any, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(model, "inputs").write_text("a file in the way")
@@ -151,14 +150,16 @@ def test_unknown_distances_are_explained(
     from pipeline.app import runs as app
 
     model = str(tmp_path / "old")
-    reports.write_bundle(app.prepare(run[1]), "linear", model)  # without a reference
+    reports.write_bundle(app.prepare(run[1]), "linear", model)  # without reference distances
     output_of(capsys, "predict", model, *images_of(run[0], "a"), "--task", "a")
     text = output_of(capsys, "report", model)
     assert "distances of task a are unknown: the model folder was written without" in text
     assert f" {len(images_of(run[0], 'a'))} " in text
 
 
-def test_each_model_has_its_rows(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_lists_each_model_in_its_own_row(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = Path(model, "inputs")
     folder.mkdir()
     for digit in "12":
@@ -171,7 +172,7 @@ def test_each_model_has_its_rows(model: str, capsys: pytest.CaptureFixture[str])
     assert rows[0][2:8] == ["a", "1", "100", "%", "100", "%"]
 
 
-def test_mistakes_get_one_sentence(
+def test_invalid_arguments_give_one_line_errors(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "is not a model folder" in output_of(capsys, "report", tmp_path, code=2)

@@ -1,5 +1,5 @@
-"""Promises of the intervals: known answers, those of scipy where it is installed, pairs narrower
-than independent samples, and no winner among equals."""
+"""Tests of confidence intervals: known answers, agreement with scipy (if installed), paired
+differences, and the rule for a winner."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ def generator() -> np.random.Generator:
 
 
 def bootstrap(values: np.ndarray) -> np.ndarray:
-    """The draws of the mean over values, each the same on every image."""
+    """Return draws of the mean over `values`, one per replica; all images of a replica agree."""
     picked = draw_replicas(len(values), generator(), DRAWS)
     return mean_over_replicas(np.tile(values[:, None], (1, DRAWS)), picked)
 
 
 # ---- known answers -------------------------------------------------------------------------------
-def test_the_quantiles_of_student_are_those_of_the_books() -> None:
+def test_t_quantiles_match_published_tables() -> None:
     assert [t_quantile(n) for n in (1, 2, 4, 9, 29)] == [12.7062, 4.3027, 2.7764, 2.2622, 2.0452]
     assert t_quantile(40) == pytest.approx(2.0211, abs=2e-4)
     assert t_quantile(120) == pytest.approx(1.9799, abs=2e-4)
 
 
-def test_three_values_by_hand() -> None:
+def test_t_interval_of_three_values_matches_hand_computation() -> None:
     interval = t_interval([0.70, 0.72, 0.74])  # mean 0.72, deviation 0.02
     reach = 4.3027 * 0.02 / math.sqrt(3)
     assert interval == pytest.approx((0.72 - reach, 0.72 + reach))
 
 
-def test_a_percentile_interval_holds_the_middle() -> None:
+def test_percentile_interval_covers_the_middle_95_percent() -> None:
     assert percentile_interval(np.arange(1001.0)) == pytest.approx((25.0, 975.0))
 
 
-def test_what_is_missing_has_no_interval() -> None:
+def test_interval_of_missing_or_single_values_is_nan() -> None:
     for interval in (percentile_interval([]), percentile_interval([1, math.nan]), t_interval([1])):
         assert math.isnan(interval.low)
         assert not interval.excludes_zero
 
 
-def test_a_draw_takes_as_many_as_there_are() -> None:
+def test_bootstrap_draw_has_the_size_of_the_sample() -> None:
     counts = draw_counts(50, generator(), 300)
     assert (counts.sum(0) == 50).all()
     assert counts.mean() == 1.0
@@ -66,7 +66,7 @@ def test_a_draw_takes_as_many_as_there_are() -> None:
     assert share_left_out == pytest.approx((1 - 1 / 50) ** 50, abs=0.01)
 
 
-def test_images_vary_as_a_binomial_does() -> None:
+def test_bootstrap_over_images_matches_the_binomial_interval() -> None:
     right = np.zeros(400)
     right[:300] = 1
     draws = right @ draw_counts(400, generator(), DRAWS) / 400
@@ -80,7 +80,7 @@ def test_equal_seeds_give_equal_draws() -> None:
 
 
 # ---- scipy ---------------------------------------------------------------------------------------
-def test_the_bootstrap_over_replicas_is_that_of_scipy() -> None:
+def test_bootstrap_over_replicas_matches_scipy() -> None:
     stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
     expected = stats.bootstrap(
         (VALUES,), np.mean, method="percentile", n_resamples=DRAWS, rng=generator()
@@ -90,7 +90,7 @@ def test_the_bootstrap_over_replicas_is_that_of_scipy() -> None:
     )
 
 
-def test_the_bootstrap_over_images_is_that_of_scipy() -> None:
+def test_bootstrap_over_images_matches_scipy() -> None:
     stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
     right = (np.arange(150) % 7 < 5).astype(float)
     expected = stats.bootstrap(
@@ -101,7 +101,7 @@ def test_the_bootstrap_over_images_is_that_of_scipy() -> None:
     assert percentile_interval(draws) == pytest.approx((expected.low, expected.high), abs=one_image)
 
 
-def test_the_bootstrap_of_paired_differences_is_that_of_scipy() -> None:
+def test_bootstrap_of_paired_differences_matches_scipy() -> None:
     stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
 
     def mean_difference(one: np.ndarray, other: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -115,11 +115,11 @@ def test_the_bootstrap_of_paired_differences_is_that_of_scipy() -> None:
         n_resamples=DRAWS,
         rng=generator(),
     ).confidence_interval
-    draws = bootstrap(VALUES) - bootstrap(OTHERS)  # of the same replicas
+    draws = bootstrap(VALUES) - bootstrap(OTHERS)  # both draw the same replicas
     assert percentile_interval(draws) == pytest.approx((expected.low, expected.high), abs=5e-4)
 
 
-def test_students_t_is_that_of_scipy() -> None:
+def test_t_intervals_and_quantiles_match_scipy() -> None:
     stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
     for size in (2, 3, 5, 8):
         values = VALUES[:size]
@@ -131,8 +131,8 @@ def test_students_t_is_that_of_scipy() -> None:
         assert t_quantile(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-4)
 
 
-# ---- what differs --------------------------------------------------------------------------------
-def test_pairs_are_narrower_than_independent_samples() -> None:
+# ---- differences ---------------------------------------------------------------------------------
+def test_paired_interval_is_narrower_than_independent_interval() -> None:
     paired = percentile_interval(bootstrap(VALUES) - bootstrap(OTHERS))
     picked = draw_replicas(len(OTHERS), np.random.default_rng(8), DRAWS)
     independent = mean_over_replicas(np.tile(OTHERS[:, None], (1, DRAWS)), picked)
@@ -140,17 +140,18 @@ def test_pairs_are_narrower_than_independent_samples() -> None:
     assert paired.high - paired.low < 0.3 * (apart.high - apart.low)
 
 
-def test_a_difference_beyond_the_noise_is_said_and_one_within_it_is_not() -> None:
+def test_only_differences_beyond_the_noise_are_significant() -> None:
     assert differ(bootstrap(VALUES) - bootstrap(OTHERS), list(VALUES - OTHERS))
     assert not differ(bootstrap(VALUES) - bootstrap(VALUES[::-1]), list(VALUES - VALUES[::-1]))
 
 
-def test_one_replica_says_nothing_of_the_noise_between_replicas() -> None:
+def test_single_replica_shows_no_significant_difference() -> None:
     assert not differ(np.full(DRAWS, 0.3), [0.3])
 
 
-def test_of_three_equal_methods_a_winner_is_rare() -> None:
-    """The bootstrap alone calls one in four a winner where three replicas agree by chance."""
+def test_equal_methods_rarely_differ_with_three_replicas() -> None:
+    """With three replicas, the bootstrap alone finds a winner in one of four cases, because the
+    replicas agree by chance."""
     rng = generator()
     by_bootstrap = 0
     winners = 0
@@ -164,14 +165,14 @@ def test_of_three_equal_methods_a_winner_is_rare() -> None:
     assert winners / 300 < 0.09
 
 
-def test_an_interval_of_student_covers_the_mean_as_often_as_it_says() -> None:
+def test_t_interval_covers_the_mean_at_its_nominal_rate() -> None:
     rng = generator()
     values = rng.normal(0.5, 0.1, (2000, 3))
     covered = [interval.low <= 0.5 <= interval.high for interval in map(t_interval, values)]
     assert np.mean(covered) == pytest.approx(0.95, abs=0.015)
 
 
-def test_zero_is_excluded_on_either_side() -> None:
+def test_interval_excludes_zero_on_either_side() -> None:
     assert Interval(0.1, 0.2).excludes_zero
     assert Interval(-0.2, -0.1).excludes_zero
     assert not Interval(-0.1, 0.1).excludes_zero

@@ -1,4 +1,4 @@
-"""Promises of keys and the store: what names a result, and when it is believed."""
+"""Tests of the store: keys, publication, damaged results, garbage, and look-up."""
 
 import errno
 import json
@@ -35,8 +35,8 @@ def publish(store: Store, key: str, files: dict[str, bytes]) -> bool:
 
 
 def test_keys_are_pinned() -> None:
-    """A change of the key function would orphan every stored result: it must be made on purpose, by
-    raising KEY_VERSION."""
+    """A change of the key function orphans all stored results. It must be deliberate: raise
+    KEY_VERSION."""
     inputs = {
         "step": "train",
         "lambda": 0.9,
@@ -48,7 +48,7 @@ def test_keys_are_pinned() -> None:
     assert compute_key(inputs, ["p1", "p2"]) == "efe562425d7f48298519f134b8987744"
 
 
-def test_repeats_that_are_off_leave_the_keys_of_before_there_were_any() -> None:
+def test_disabled_repeats_do_not_change_existing_keys() -> None:
     plain, once, twice, thrice = (
         compute_key(key_inputs(settings), [])
         for settings in (
@@ -78,7 +78,7 @@ def test_values_of_different_types_have_different_keys(pair: Any) -> None:
     assert compute_key({"x": pair[0]}, []) != compute_key({"x": pair[1]}, [])
 
 
-def test_the_order_of_settings_does_not_matter_and_that_of_parents_does() -> None:
+def test_keys_depend_on_parent_order_but_not_setting_order() -> None:
     assert compute_key({"a": 1, "b": 2}, []) == compute_key({"b": 2, "a": 1}, [])
     assert compute_key({}, ["p", "q"]) != compute_key({}, ["q", "p"])
 
@@ -95,7 +95,7 @@ def test_a_result_without_manifest_does_not_exist(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
-def test_a_damaged_file_is_found_withdrawn_and_named(tmp_path: Path, harm: str) -> None:
+def test_damaged_result_file_is_named_and_its_result_withdrawn(tmp_path: Path, harm: str) -> None:
     store = Store(str(tmp_path))
     publish(store, "k", {"state.safetensors": b"0123456789", "other": b"x"})
     assert store.look_up(stage("k")).hit
@@ -115,12 +115,12 @@ def test_a_damaged_file_is_found_withdrawn_and_named(tmp_path: Path, harm: str) 
     store.withdraw("k")
     assert Artifact.open(store.root, "k") is None
     assert (tmp_path / "stages" / "k" / artifact.manifest["attempt"] / "other").exists(), (
-        "what is whole may be all that is left"
+        "undamaged files are kept: they may be the only copies"
     )
     assert publish(store, "k", {"state.safetensors": b"again"})
 
 
-def test_what_a_killed_try_of_the_same_attempt_left_half_written_is_deleted(tmp_path: Path) -> None:
+def test_commit_deletes_partial_files_of_a_killed_attempt(tmp_path: Path) -> None:
     attempt = Attempt(str(tmp_path), "k", "a-1")
     attempt.write("shard.tar", b"whole")
     (tmp_path / "k/a-1/shard.tar.0.part").write_bytes(b"who")
@@ -128,7 +128,7 @@ def test_what_a_killed_try_of_the_same_attempt_left_half_written_is_deleted(tmp_
     assert [path.name for path in (tmp_path / "k/a-1").iterdir()] == ["shard.tar"]
 
 
-def test_of_two_attempts_one_wins_and_nothing_is_mixed(tmp_path: Path) -> None:
+def test_first_of_two_attempts_is_published_without_mixing_files(tmp_path: Path) -> None:
     root = str(tmp_path)
     first, second = Attempt(root, "k"), Attempt(root, "k")
     first.write("a", b"first")
@@ -144,7 +144,7 @@ def test_of_two_attempts_one_wins_and_nothing_is_mixed(tmp_path: Path) -> None:
     )
 
 
-def test_a_filesystem_without_hard_links_will_do(
+def test_publishing_works_without_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(source: str, target: str) -> None:
@@ -158,7 +158,7 @@ def test_a_filesystem_without_hard_links_will_do(
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_half_written_manifest_is_no_result(tmp_path: Path) -> None:
+def test_damaged_manifest_is_a_miss_and_can_be_republished(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     publish(store, "k", {"a": b"1"})
     path = tmp_path / "stages" / "k" / "manifest.json"
@@ -181,7 +181,7 @@ def test_a_half_written_manifest_is_no_result(tmp_path: Path) -> None:
         assert store.look_up(stage("k")).hit
 
 
-def test_a_miss_explains_itself() -> None:
+def test_look_up_miss_states_its_reason() -> None:
     before = {
         "stages": [
             {"id": "meat/a/train", "key": "old", "inputs": {"lambda": 0.9, "train": {"epochs": 3}}}
@@ -203,7 +203,7 @@ def test_a_miss_explains_itself() -> None:
     assert why(stage("any"), None) == "new"
 
 
-def test_garbage_is_what_no_named_run_needs(tmp_path: Path) -> None:
+def test_results_that_no_run_needs_are_garbage(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     publish(store, "kept", {"a": b"1"})
     publish(store, "lost", {"a": b"12345"})
@@ -219,12 +219,12 @@ def test_garbage_is_what_no_named_run_needs(tmp_path: Path) -> None:
             },
         )
     )
-    Attempt(store.root, "unfinished").write("a", b"1")  # may be under way
+    Attempt(store.root, "unfinished").write("a", b"1")  # may be in progress
     assert [path for path, *_ in find_garbage(store)] == ["stages/lost"]
     assert find_garbage(store)[0][1] > 5
 
 
-def test_garbage_is_chosen_by_its_age_and_the_newest_may_stay(
+def test_garbage_is_limited_by_age_and_kept_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = Store(str(tmp_path))
@@ -261,7 +261,7 @@ def test_garbage_is_chosen_by_its_age_and_the_newest_may_stay(
 
 
 @pytest.mark.parametrize("bound", [["--older-than", "30d"], ["--keep-gb", "0.000001"]])
-def test_an_earlier_record_protects_its_results_until_the_last_of_them_is_deleted(
+def test_earlier_record_stays_until_its_last_result_is_deleted(
     bound: list[str], tmp_path: Path
 ) -> None:
     store = Store(str(tmp_path))
@@ -302,14 +302,12 @@ def test_unreadable_earlier_record_is_kept(
 @pytest.mark.parametrize(
     "bounds", [{"keep_bytes": -1.0}, {"keep_bytes": math.nan}, {"older_than_s": -math.inf}]
 )
-def test_bounds_of_garbage_that_cannot_be_are_refused(
-    bounds: dict[str, Any], tmp_path: Path
-) -> None:
+def test_invalid_garbage_bounds_are_refused(bounds: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="must be a finite number of at least 0"):
         find_garbage(Store(str(tmp_path)), **bounds)
 
 
-def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result_stands(
+def test_remains_of_attempts_are_garbage_after_the_result_exists(
     tmp_path: Path,
 ) -> None:
     store = Store(str(tmp_path))
@@ -325,8 +323,8 @@ def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result
     publish(store, "k", {"a": b"1"})
     assert not {interrupted.name, damaged.name} & {
         path.name for path in (tmp_path / "stages" / "k").iterdir()
-    }, "on a disk they go with it"
-    interrupted.write("a", b"half")  # it was not dead, and is dropped when it would commit
+    }, "on a local disk, the commit deletes other attempts"
+    interrupted.write("a", b"half")  # the attempt was still alive; its commit is refused
     assert {path for path, *_ in find_garbage(store)} == {
         "checkpoints/k",
         f"stages/k/{interrupted.name}",
@@ -334,7 +332,7 @@ def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result
     assert not interrupted.commit({})
 
 
-def test_nothing_is_garbage_while_a_record_cannot_be_read(tmp_path: Path) -> None:
+def test_find_garbage_refuses_an_unreadable_run_record(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     publish(store, "k", {"a": b"1"})
     record: Any = {"name": "r", "stages": [{"id": "a", "key": "k", "step": "train"}]}
@@ -344,8 +342,9 @@ def test_nothing_is_garbage_while_a_record_cannot_be_read(tmp_path: Path) -> Non
         find_garbage(store)
 
 
-def test_places_below_a_uri_keep_its_query_at_the_end() -> None:
-    """`s3://bucket/folder?region=...`: joined as text, every result would have the same path."""
+def test_join_keeps_the_query_of_a_uri_at_the_end() -> None:
+    """E.g. `s3://bucket/folder?region=...`. With plain string joins, all results would have the
+    same path."""
     uri = "s3://bucket/runs?region=eu-west-1&scheme=http"
     assert join(uri, "stages", "k") == "s3://bucket/runs/stages/k?region=eu-west-1&scheme=http"
     assert parent(join(uri, "stages")) == uri
@@ -354,7 +353,7 @@ def test_places_below_a_uri_keep_its_query_at_the_end() -> None:
     assert parent("/a/b/") == "/a"
 
 
-def test_keys_of_a_source_that_is_gone_are_remembered(tmp_path: Path) -> None:
+def test_store_remembers_the_key_of_a_source(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     assert store.remembered("card") is None
     store.remember("card", "abc")
@@ -362,10 +361,10 @@ def test_keys_of_a_source_that_is_gone_are_remembered(tmp_path: Path) -> None:
     assert join(store.storage, "sources").startswith(str(tmp_path))
 
 
-def test_object_store_look_up_is_batched_with_reasons(
+def test_object_store_look_ups_run_concurrently_and_keep_reasons(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No look-up answers before eight are under way."""
+    """At least eight look-ups run at the same time."""
     graph = Graph.of("g", [Stage(f"s{i}", "train", f"key-{i}", {"lambda": i}) for i in range(32)])
     previous = {
         "stages": [
@@ -388,7 +387,7 @@ def test_object_store_look_up_is_batched_with_reasons(
     )
 
 
-def test_a_storage_that_is_only_read_need_not_be_writable(
+def test_read_only_use_needs_no_writable_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -403,8 +402,8 @@ def test_a_storage_that_is_only_read_need_not_be_writable(
         Store(str(tmp_path / "new")).check_usable(to_write=False)
 
 
-def test_a_result_is_computed_once(tmp_path: Path) -> None:
-    """The second caller gets the manifest of the first, also where it had to wait."""
+def test_concurrent_callers_compute_a_result_once(tmp_path: Path) -> None:
+    """The second caller gets the manifest of the first, even if it had to wait."""
     store, computed = Store(str(tmp_path)), []
 
     def compute() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Ingest of data that grew: what an earlier ingest read is not read again, and nothing differs."""
+"""Tests of repeated ingest: known images are not read again, and the results stay equal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from workers.storage.artifact import Artifact, Manifest
 
 
 class Decoded:
-    """The number of images that were decoded since it was last asked."""
+    """A counter of decoded images; `take` returns the number since the last call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.number = 0
@@ -64,12 +64,12 @@ def run(card: Card, root: Path, key: str, previous: str = "") -> Manifest:
 
 
 def whole(manifest: Manifest) -> dict[str, Any]:
-    """Everything that must be independent of how the images were read."""
+    """Return everything that must not depend on how the images were read."""
     return {"counts": manifest["counts"], "content": manifest["content"], **data_files(manifest)}
 
 
 def data_files(manifest: Manifest) -> dict[str, Any]:
-    """Shards, index and the rows of the source, and not the pages for people."""
+    """Return the shards, the index and the rows of the source, without account and preview."""
     names = manifest["files"].keys() - {ACCOUNT, PREVIEW}
     return {name: manifest["files"][name] for name in sorted(names)}
 
@@ -99,20 +99,20 @@ def remove_class(folder: Path) -> int:
 
 def move_image(folder: Path) -> int:
     (folder / "train" / "dog" / "001.png").rename(folder / "train" / "cat" / "from-dog.png")
-    return 0  # it is read, and has the bytes of the removed image
+    return 0  # it is read, but its bytes are known from the removed image
 
 
 def copy_image_over_a_removed_one(folder: Path) -> int:
     path = folder / "train" / "dog" / "001.png"
     (folder / "train" / "cat" / "from-dog.png").write_bytes(path.read_bytes())
     path.unlink()
-    return 0  # the copy has another time
+    return 0  # the same bytes with another modification time
 
 
 def rewrite_image(folder: Path) -> int:
     path = folder / "train" / "dog" / "001.png"
     os.utime(path, ns=(1, path.stat().st_mtime_ns + 10**9))
-    return 0  # it is read, and its bytes are the same
+    return 0  # it is read, but its bytes are the same
 
 
 @pytest.mark.few(7)
@@ -129,7 +129,7 @@ def rewrite_image(folder: Path) -> int:
     ],
 )
 @pytest.mark.parametrize("duplicates", ["keep", "drop"])
-def test_only_new_and_changed_images_are_decoded_and_shards_are_equal(
+def test_only_changed_images_are_decoded_and_results_match_fresh_ingest(
     change: Callable[[Path], int], duplicates: str, folder: Path, tmp_path: Path, decoded: Decoded
 ) -> None:
     card = card_of(folder, "folder", duplicates=duplicates)
@@ -141,7 +141,7 @@ def test_only_new_and_changed_images_are_decoded_and_shards_are_equal(
     assert whole(grown) == whole(run(card, tmp_path / "fresh", "new"))
 
 
-def test_shards_of_classes_that_did_not_change_are_linked(folder: Path, tmp_path: Path) -> None:
+def test_shards_of_unchanged_classes_are_hard_linked(folder: Path, tmp_path: Path) -> None:
     card = card_of(folder, "folder")
     run(card, tmp_path / "storage", "old")
     add_image(folder)
@@ -156,9 +156,7 @@ def test_shards_of_classes_that_did_not_change_are_linked(folder: Path, tmp_path
     assert set(links.values()) == {1, 2}
 
 
-def test_a_class_that_comes_onto_the_card_is_read_then(
-    folder: Path, tmp_path: Path, decoded: Decoded
-) -> None:
+def test_class_added_to_the_card_is_read(folder: Path, tmp_path: Path, decoded: Decoded) -> None:
     small = card_of(folder, "folder", classes=["cat", "dog"], max_bad_fraction=1.0)
     run(small, tmp_path / "storage", "old")
     decoded.take()
@@ -172,7 +170,7 @@ def test_a_class_that_comes_onto_the_card_is_read_then(
     assert whole(again)["counts"] == whole(run(small, tmp_path / "fresh", "again"))["counts"]
 
 
-def test_members_of_tars_are_known_by_their_tar(
+def test_members_of_unchanged_tars_are_not_decoded_again(
     folder: Path, tmp_path: Path, decoded: Decoded
 ) -> None:
     tars = make_tars(tmp_path / "tars", folder)
@@ -187,7 +185,7 @@ def test_members_of_tars_are_known_by_their_tar(
     decoded.take()
     newer = run(card, tmp_path / "storage", "newer", previous="new")
     corrupt = newer["rejected"]["corrupt"]
-    assert decoded.take() <= corrupt < 10, "all others have the same bytes"
+    assert decoded.take() <= corrupt < 10, "only corrupt images may be decoded again"
     assert whole(newer) == whole(run(card, tmp_path / "fresh", "newer"))
 
 
@@ -204,7 +202,7 @@ def write_rows(path: Path, seeds: Sequence[int]) -> None:
 
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two Parquet files of ten rows, each of which is read in three units."""
+    """Return a folder with two Parquet files of ten rows; each file is read in three units."""
     monkeypatch.setattr(base, "UNIT_ITEMS", 4)
     folder = tmp_path / "tables"
     folder.mkdir()
@@ -240,7 +238,7 @@ def remove_a_file(tables: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "num_read", "num_decoded"),
-    [  # bytes that cannot be decoded are tried again whenever they are read
+    [  # undecodable bytes are decoded again each time they are read
         (lambda tables: None, 0, 0),
         (touch, 10, 1),
         (append_rows, 12, 3),
@@ -286,7 +284,7 @@ def test_only_rows_of_changed_files_are_read(
         {"duplicates": "drop"},
     ],
 )
-def test_rows_follow_a_changed_card_there_and_back(
+def test_ingest_after_card_change_and_reversal_matches_fresh_ingest(
     change: dict[str, Any], tables: Path, tmp_path: Path
 ) -> None:
     cards = [table_card(tables), table_card(tables, **change), table_card(tables)]
@@ -315,7 +313,7 @@ def test_the_account_counts_new_rows(tables: Path, tmp_path: Path) -> None:
     )
 
 
-def test_the_account_tells_files_of_one_name_apart(tables: Path, tmp_path: Path) -> None:
+def test_account_distinguishes_files_with_the_same_name(tables: Path, tmp_path: Path) -> None:
     for number, split in enumerate(("train", "test")):
         (tables / split).mkdir()
         write_rows(tables / split / "part.parquet", range(10 * number, 10 * number + 8))
@@ -347,8 +345,8 @@ def test_unchanged_files_with_ignored_rows_are_not_read(
     assert whole(grown) == whole(run(card, tmp_path / "fresh", "new"))
 
 
-# ---- an earlier result that does not fit ---------------------------------------------------------
-def test_other_limits_of_an_image_read_everything_again(
+# ---- unusable earlier results --------------------------------------------------------------------
+def test_changed_image_limits_reread_all_images(
     folder: Path, tmp_path: Path, decoded: Decoded
 ) -> None:
     run(card_of(folder, "folder"), tmp_path / "storage", "old")
@@ -357,7 +355,7 @@ def test_other_limits_of_an_image_read_everything_again(
     assert decoded.take() == number
 
 
-def test_a_damaged_shard_of_before_is_no_harm(folder: Path, tmp_path: Path) -> None:
+def test_damaged_earlier_shard_does_not_affect_new_results(folder: Path, tmp_path: Path) -> None:
     card = card_of(folder, "folder")
     run(card, tmp_path / "storage", "old")
     for path in (tmp_path / "storage" / "old").rglob("*.tar"):
@@ -373,7 +371,7 @@ def test_a_damaged_shard_of_before_is_no_harm(folder: Path, tmp_path: Path) -> N
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("harm", ["gone", "cut", "other columns", "leads out"])
-def test_a_table_of_before_that_is_not_ours_is_ignored(
+def test_damaged_or_foreign_earlier_source_table_is_ignored(
     harm: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = card_of(folder, "folder")
@@ -399,7 +397,9 @@ def test_a_table_of_before_that_is_not_ours_is_ignored(
     assert whole(grown) == whole(run(card, tmp_path / "fresh", "new"))
 
 
-def test_the_account_says_what_became_of_the_images(folder: Path, tmp_path: Path) -> None:
+def test_account_counts_added_changed_removed_and_moved_images(
+    folder: Path, tmp_path: Path
+) -> None:
     card = card_of(folder, "folder")
     run(card, tmp_path / "storage", "old")
     add_image(folder)
@@ -414,7 +414,7 @@ def test_the_account_says_what_became_of_the_images(folder: Path, tmp_path: Path
     )
 
 
-def test_a_storage_without_the_earlier_result_reads_everything(
+def test_missing_earlier_result_rereads_all_images(
     folder: Path, tmp_path: Path, decoded: Decoded
 ) -> None:
     run(card_of(folder, "folder"), tmp_path / "storage", "old")

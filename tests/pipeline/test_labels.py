@@ -1,4 +1,4 @@
-"""One rule for labels: what a cell, a member of a tar or a Parquet value means."""
+"""Tests of labels: the class of a table cell, a tar member or a Parquet value."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_a_label_has_one_normal_form(value: Any, label: str | int | None) -> Non
     assert type(normalize_label(value)) is type(label)
 
 
-def test_a_number_is_a_name_if_the_card_says_so() -> None:
+def test_numeric_label_is_a_class_name_if_configured() -> None:
     names = ClassNames(["1", "2", "0"], "names", "card 'a'")
     assert names.find(1) == "1"
     assert names.find("0") == "0"
     assert names.find("cat") == "cat"
 
 
-def test_a_number_is_a_place_if_the_card_says_so() -> None:
+def test_numeric_label_is_a_class_index_if_configured() -> None:
     names = ClassNames(["ant", "bee"], "places", "card 'a'")
     assert names.find(1) == "bee"
     assert names.find("0") == "ant"
@@ -65,18 +65,18 @@ def test_ambiguous_label_number_needs_card_setting(
         ClassNames(["ant", "bee"], None, "card 'a'").find(label)
 
 
-def test_a_number_that_is_name_and_place_of_one_class_is_clear() -> None:
+def test_numeric_name_equal_to_its_index_is_unambiguous() -> None:
     names = ClassNames(["0", "1"], None, "card 'a'")
     assert names.find(1) == "1"
     assert names.find("0") == "0"
 
 
-def test_a_number_that_is_name_and_place_of_two_classes_is_refused() -> None:
+def test_number_matching_two_classes_by_name_and_index_is_refused() -> None:
     with pytest.raises(UserError, match=r"label '1' can be the class '1', or place 1"):
         ClassNames(["1", "2"], None, "card 'a'").find(1)
 
 
-def test_a_text_that_is_a_class_is_that_class() -> None:
+def test_numeric_text_equal_to_a_class_name_is_that_class() -> None:
     assert ClassNames(["1", "2"], None, "card 'a'").find("1") == "1"
 
 
@@ -89,7 +89,7 @@ def test_two_spellings_of_one_label_are_refused(labels: list[str], reason: str) 
         check_spelling("table.csv", labels)
 
 
-def test_letters_may_differ_in_case_alone() -> None:
+def test_single_letter_labels_may_differ_only_in_case() -> None:
     check_spelling("letters", ["A", "a", "B", "b"])
 
 

@@ -1,6 +1,6 @@
-"""`accrete launch` writes files with the keys and the size of the config.
+"""Tests of `accrete launch`: the written config, the size, and the files for each platform.
 
-The files for the demo are those of configs/cluster.
+The files in configs/cluster are the output for the demo.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ PLATFORMS = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in an empty folder without measurements, in place of the checkout."""
+    """Use an empty folder without measurements as working directory and checkout."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(platforms, "CHECKOUT", tmp_path)
     return tmp_path
 
 
 def launched(source: str, *options: str, hours: int = HOURS) -> dict[str, str]:
-    """Run the command and return its files: text by name."""
+    """Run the command and return its files: name -> text."""
     assert main(["launch", source, "--out", "out", "--hours", str(hours), *options]) == 0
     return {path.name: path.read_text() for path in Path("out").iterdir()}
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """Return the error of the command, which writes nothing."""
+    """Run the command, check that it writes nothing, and return its error."""
     assert main(["launch", "--out", "out", "--hours", "1", *options]) == 2
     assert not Path("out").exists()
     return capsys.readouterr().err
 
 
 def settings(*lines: str) -> config.Config:
-    """Return the demo's config with other values, as `key=value`."""
+    """Return the demo's config with overrides of the form `key=value`."""
     return config.load(DEMO, [*lines])
 
 
@@ -139,7 +139,7 @@ def test_options_are_quoted_in_the_file_of_the_launcher(cloud: str) -> None:
 
 # ---- the written config --------------------------------------------------------------------------
 def test_the_written_config_has_the_keys_of_the_original(folder: Path) -> None:
-    """Also after the original, its base and its cards are deleted."""
+    """Even after the original, its base and its cards are deleted."""
     cards = small_run.make_cards(folder, ("base", "a"))
     body = small_run.make_body(folder, cards, ["linear"])
     small_run.write_config(folder / "base.yaml", body)
@@ -173,7 +173,7 @@ def test_the_written_config_has_the_keys_of_the_original(folder: Path) -> None:
     ],
 )
 def test_nodes_see_the_storage_of_a_run(options: list[str], storage: str, is_tracked: bool) -> None:
-    """MLflow's own database cannot lie in a bucket."""
+    """MLflow's own database cannot be in a bucket."""
     files = launched(DEMO, *options)
     if "kuberay" in options:
         job, written = yaml.safe_load_all(files["kuberay-job.yaml"])
@@ -233,7 +233,7 @@ def test_nodes_have_the_resources_of_their_ranks(
 def forecast(
     seconds: float | None, wall_s: float = 0.0, basis: Basis = "same method", groups: int = 1
 ) -> Forecast:
-    """Return the forecast of a run of one stage."""
+    """Return the forecast for a run with one stage."""
     cost = Cost("meat", "train", 100.0, 2, seconds, "unknown" if seconds is None else basis)
     wall = Estimate(wall_s, wall_s / SPREADS[basis], wall_s * SPREADS[basis])
     return Forecast({"meat/a/train": cost}, 1, groups, {"meat": wall, "together": wall}, ())
@@ -257,14 +257,14 @@ def test_the_time_limit_follows_from_the_forecast(prediction: Any, hours: int, w
     assert why in text
 
 
-def test_ranks_of_one_group_that_share_a_gpu_take_longer() -> None:
+def test_ranks_that_share_a_gpu_raise_the_time_limit() -> None:
     prediction = replace(forecast(9000.0, groups=0), workers=2)
     assert choose_time_limit(prediction)[0] == 3
     sharing = Sharing(frozenset({"meat/a/train"}), 2, 2, ALWAYS_BUSY)
     assert choose_time_limit(replace(prediction, sharing=sharing))[0] == 5
 
 
-def test_files_contain_the_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_script_contains_the_size(capsys: pytest.CaptureFixture[str]) -> None:
     wide = ["--set", "cluster.workers=8", "--set", "cluster.gpus_per_worker=1"]
     four = ["--ranks-per-node", "4"]
     files = launched(DEMO, "--on", "slurm", *wide, *four, hours=30)
@@ -414,7 +414,7 @@ def test_names_on_a_platform_are_unique() -> None:
 
 # ---- Kubernetes ----------------------------------------------------------------------------------
 def test_service_and_cluster_have_different_names() -> None:
-    """KubeRay makes a Service for the head of each, by name."""
+    """KubeRay creates a Kubernetes Service for the head of each, named after it."""
     files = launched(DEMO, "--on", "kuberay", "--set", f"name={'x' * 60}")
     manifests = [yaml.safe_load(files[f"kuberay-{kind}.yaml"]) for kind in ("cluster", "service")]
     cluster, service = (manifest["metadata"]["name"] for manifest in manifests)
@@ -441,7 +441,7 @@ def test_pod_options_reach_the_manifests() -> None:
         {"key": "spot", "operator": "Exists"},
         {"key": "team", "operator": "Equal", "value": "vision"},
     ]
-    assert "nodeSelector" not in head, "a head on a spot node would take the run with it"
+    assert "nodeSelector" not in head, "the run would end with a head on a spot node"
     for pod, image in ((head, "registry/accrete:1-cpu"), (worker, "registry/accrete:1-gpu")):
         (container,) = pod["containers"]
         assert container["image"] == image
@@ -471,9 +471,9 @@ def test_containers_see_the_gpus_of_a_cluster(cloud: str) -> None:
     assert worker["min_workers"] == worker["max_workers"] == launcher["max_workers"] == 2
     node = worker["node_config"]
     head = launcher["available_node_types"]["head"]
-    assert head["resources"] == {"CPU": 0}, "a rank on the head would go on without the others"
+    assert head["resources"] == {"CPU": 0}, "no rank may run on the head"
     body = yaml.safe_load(files["demo.yaml"])
-    assert body["cluster"]["groups"] == 1, "else a run does not wait for nodes that are coming"
+    assert body["cluster"]["groups"] == 1, "otherwise a run does not wait for starting nodes"
     if cloud == "aws":
         profile = {"Name": "trainer"}
         assert head["node_config"]["IamInstanceProfile"] == profile
@@ -504,7 +504,7 @@ def test_the_smallest_fitting_machine_is_chosen(cloud: str) -> None:
         choose_machine(cloud, Size(1, 2, 9, 8, 1, ""))
     size = choose_size(settings("cluster.memory_gb_per_worker=12"), None)
     assert 0.7 * choose_machine(cloud, size).memory_gb >= 12, (
-        "what Ray's launcher lets ranks reserve"
+        "ranks may reserve 70 % of a node's memory"
     )
 
 

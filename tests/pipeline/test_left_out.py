@@ -1,4 +1,4 @@
-"""Images and classes that a card leaves out are neither read nor written nor bad images."""
+"""Tests of images and classes that a card leaves out: they are not read, written or rejected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.storage.artifact import Artifact
 
 
 def load(path: str, **changes: Any) -> Card:
-    """Return a card after changes of its file."""
+    """Change the file of a card, and return the card."""
     body = yaml.safe_load(Path(path).read_text()) | changes
     Path(path).write_text(yaml.safe_dump(body))
     return card_files.load_card_file(path)
@@ -35,7 +35,7 @@ def ingest_card(card: Card, folder: Path, key: str, previous: str = "") -> Artif
 
 
 def names_of(artifact: Artifact) -> set[str]:
-    """Return the keys of all images of an ingest."""
+    """Return the keys of all images in an ingest result."""
     return {*read_index(artifact, artifact.manifest["files"])["key"].to_pylist()}
 
 
@@ -64,7 +64,7 @@ def test_images_are_left_out_by_name_and_by_digest(path: str, tmp_path: Path) ->
     check_source(card, require_entries(card))
 
 
-def test_unread_images_are_not_opened(path: str, tmp_path: Path) -> None:
+def test_left_out_images_are_not_opened(path: str, tmp_path: Path) -> None:
     broken = next((tmp_path / "raw" / "digits").glob("train/1/*.png"))
     broken.write_bytes(b"no image")
     with pytest.raises(UserError, match="corrupt"):
@@ -75,7 +75,9 @@ def test_unread_images_are_not_opened(path: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("classes", ["from_source", ["1", "2", "3"]])
-def test_a_class_that_is_left_out_is_no_class(classes: Any, path: str, tmp_path: Path) -> None:
+def test_left_out_class_is_neither_listed_nor_ingested(
+    classes: Any, path: str, tmp_path: Path
+) -> None:
     card = load(path, classes=classes, without_classes=["2"], class_order_seed=1, num_classes=3)
     assert sorted(card.order()) == ["1", "3"]
     after = ingest_card(card, tmp_path, "after")
@@ -84,7 +86,7 @@ def test_a_class_that_is_left_out_is_no_class(classes: Any, path: str, tmp_path:
     assert Account.from_json(after.read(ACCOUNT)).not_read == {"left out by the card": 9}
 
 
-def test_the_content_of_the_list_is_part_of_the_identity(path: str, tmp_path: Path) -> None:
+def test_card_identity_depends_on_content_of_exclusion_list(path: str, tmp_path: Path) -> None:
     plain = load(path)
     listed = tmp_path / "cards" / "out.txt"
     listed.write_text("train/1/a.png\ntrain/2/b.png\n")
@@ -96,7 +98,7 @@ def test_the_content_of_the_list_is_part_of_the_identity(path: str, tmp_path: Pa
     assert load(path, without_images="", without_classes=[]).identity() == plain.identity()
 
 
-def test_lists_that_cannot_be_used_are_refused(path: str) -> None:
+def test_missing_list_or_leaving_out_all_classes_is_refused(path: str) -> None:
     with pytest.raises(UserError, match=r"out\.txt, which does not exist; put the list"):
         load(path, without_images="out.txt")
     with pytest.raises(UserError, match="leaves out all of its classes"):

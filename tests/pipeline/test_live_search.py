@@ -1,4 +1,4 @@
-"""What a search shows while it runs: its page, lines on the screen, and metrics."""
+"""Tests of the output of a running search: its report page, console lines, and metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trial(number: int, status: str = "finished", num_results: int = 5, **more: A
 
 # ---- the page ------------------------------------------------------------------------------------
 class Pages:
-    """Counts pages, and waits for them."""
+    """A writer that counts its pages; `wait` waits for the next one."""
 
     def __init__(self, error: Exception | None = None):
         self.written = threading.Semaphore(0)
@@ -79,7 +79,7 @@ def test_search_page_is_refreshed_without_new_results(
 
 
 @pytest.mark.usefixtures("_no_pause")
-def test_a_page_that_cannot_be_written_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_page_write_is_retried(caplog: pytest.LogCaptureFixture) -> None:
     pages = Pages(OSError("disk full"))
     page = LivePage(pages)
     with page.writing():
@@ -89,7 +89,7 @@ def test_a_page_that_cannot_be_written_is_tried_again(caplog: pytest.LogCaptureF
     assert "the report of the search was not written: disk full" in caplog.text
 
 
-def test_results_that_come_fast_make_few_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rapid_results_write_few_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_page, "LOOK_S", 0.001)
     pages = Pages()
     page = LivePage(pages)
@@ -98,18 +98,18 @@ def test_results_that_come_fast_make_few_pages(monkeypatch: pytest.MonkeyPatch) 
         for _ in range(100):
             page.on_result()
             time.sleep(0.001)
-    assert pages.count == 1, "within CHANGED_S"
+    assert pages.count == 1, "at most one page per CHANGED_S"
 
 
 def test_a_page_that_takes_long_is_written_less_often() -> None:
     assert compute_pause_s(0.1) == 10
-    assert compute_pause_s(2.0) == pytest.approx(40), "a twentieth of the time"
+    assert compute_pause_s(2.0) == pytest.approx(40), "pages take at most 1/20 of the time"
     assert compute_pause_s(3600.0) == 240, "the page promises to be at most five minutes old"
 
 
 # ---- lines ---------------------------------------------------------------------------------------
 def screen_of(*records: Trial) -> tuple[SearchScreen, io.StringIO]:
-    """Return the screen of a search of five tasks, some trials of which are known."""
+    """Return the screen of a search with five tasks and these trials, and its stream."""
     stream = io.StringIO()
     search = SimpleNamespace(
         records=lambda: list(records),
@@ -118,19 +118,19 @@ def screen_of(*records: Trial) -> tuple[SearchScreen, io.StringIO]:
     return SearchScreen(cast(Search, search), stream), stream
 
 
-def test_a_line_says_how_far_the_trials_are() -> None:
+def test_console_line_describes_the_progress_of_trials() -> None:
     screen, _ = screen_of(trial(0), trial(1, "stopped"))
     assert screen.describe() == "trials: 2 ended"
     screen(trial(3, "running", 2))
     screen(trial(2, "running", 0))
     text = "trials: 2 ended, trial 3 has learned 2 of 5 tasks"
-    assert screen.describe() == text, "the other one has no result yet"
+    assert screen.describe() == text, "trial 2 has no result yet"
     for number in range(4, 10):
         screen(trial(number, "running", 1))
     assert screen.describe().endswith("trial 6 has learned 1 of 5 tasks, and 3 more")
 
 
-def test_a_search_is_silent_for_ten_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_prints_a_line_at_least_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console.Heartbeat, "_watch", lambda self, ended: None)
     now = [1000.0]
     with monkeypatch.context() as patch:
@@ -150,7 +150,7 @@ def test_a_search_is_silent_for_ten_seconds_at_most(monkeypatch: pytest.MonkeyPa
 
 
 # ---- metrics -------------------------------------------------------------------------------------
-def test_metrics_say_what_the_records_say() -> None:
+def test_search_metrics_match_the_trial_records() -> None:
     trials = [
         trial(0, accuracy=0.5, gpu_s=30.0),
         trial(1, accuracy=0.75, gpu_s=60.0),

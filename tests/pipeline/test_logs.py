@@ -1,5 +1,4 @@
-"""Promises of `logs`: one command tells what happened to a stage and prints its tracebacks, and
-files that are not logs of ours do no harm."""
+"""Tests of `logs`: events and tracebacks of a stage, and files that are not valid logs."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ KEY = "k-a"
 
 @pytest.fixture
 def storage(tmp_path: Path) -> str:
-    """A storage with the record of a run of two stages, `r`."""
+    """Return a storage with the record of run `r`, which has two stages."""
     stages: list[dict[str, Any]] = [
         {"id": "data/a", "key": "k-data", "step": "ingest", "parents": [], "label": None},
         {"id": STAGE, "key": KEY, "step": "train", "parents": ["data/a"], "label": "m"},
@@ -37,7 +36,7 @@ def storage(tmp_path: Path) -> str:
 
 
 def fail(storage: str, message: str, name: str) -> None:
-    """Leave the file of a failed try, under a name that orders it."""
+    """Write the file of a failed try. Tries are ordered by `name`."""
     try:
         raise RuntimeError(message)
     except RuntimeError as error:
@@ -62,12 +61,12 @@ def write_events(storage: str) -> None:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the command prints."""
+    """Return the output of the command."""
     assert cli.main(["logs", *arguments]) == 0
     return capsys.readouterr().out
 
 
-def test_a_stage_has_its_events_and_the_whole_traceback_of_each_failed_try(
+def test_stage_log_shows_events_and_full_traceback_per_failed_try(
     storage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_events(storage)
@@ -84,14 +83,14 @@ def test_a_stage_has_its_events_and_the_whole_traceback_of_each_failed_try(
         "retry: try 2 of 3",
         "done in 1 min 01 s",
     ]
-    assert "node-3" not in text, "an event of another stage"
+    assert "node-3" not in text, "node-3 is in an event of another stage"
     assert text.index("failed try 1 of 2") < text.index("the first one")
     assert text.index("the first one") < text.index("failed try 2 of 2")
     assert text.count("rank: 1 of 2") == text.count("Traceback (most recent call last):") == 2
     assert "raise RuntimeError(message)\nRuntimeError: the first one" in text
 
 
-def test_a_run_lists_its_failures_with_the_command_that_prints_them(
+def test_run_log_lists_failures_with_command_to_print_them(
     storage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_events(storage)
@@ -106,7 +105,7 @@ def test_a_run_lists_its_failures_with_the_command_that_prints_them(
     assert "RuntimeError: no more memory" in printed(capsys, *arguments)
 
 
-def test_old_events_and_tries_are_left_out_unless_asked_for(
+def test_old_events_and_tries_are_hidden_without_all_option(
     storage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = EventLog(storage, "r")
@@ -125,7 +124,7 @@ def test_old_events_and_tries_are_left_out_unless_asked_for(
     assert "failure 0." in text
 
 
-def test_the_file_before_the_last_one_is_read_too(
+def test_rotated_log_file_is_read_before_current_file(
     storage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = EventLog(storage, "r", max_bytes=200)
@@ -137,10 +136,10 @@ def test_the_file_before_the_last_one_is_read_too(
     assert text.index("1" * 60) < text.index("2" * 60)
 
 
-def test_what_is_no_log_does_no_harm(
+def test_malformed_log_files_do_not_break_the_command(
     storage: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The storage of a stranger: lines that are not events, huge files, devices, control codes."""
+    """Test lines that are not events, huge files, FIFOs, and control codes."""
     folder = Path(storage, "runs", "r")
     good = {
         "time": "2026-01-02T03:04:05",
@@ -184,12 +183,14 @@ def test_what_is_no_log_does_no_harm(
         (["rr"], "has no record of a run 'rr'; did you mean 'r'?"),
     ],
 )
-def test_an_unknown_run_or_stage_is_answered_with_the_known_ones(
+def test_unknown_run_or_stage_error_suggests_known_names(
     arguments: list[str], expected: str, storage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["logs", *arguments, "--storage", storage]) == 2
     assert expected in capsys.readouterr().err
 
 
-def test_a_run_without_a_log_says_so(storage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_logged_events_is_reported(
+    storage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "no event of it is in the log" in printed(capsys, "r", "--storage", storage)

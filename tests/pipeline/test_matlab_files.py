@@ -1,5 +1,4 @@
-"""Reading .mat files: what another writer wrote is read, and no damaged file is more than one
-sentence."""
+"""Tests of the reader of .mat files: values, byte order, and errors for damaged files."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ NAMES = ("rows", "paths", "labels", "word")
 
 
 def sample(path: Path, compressed: bool = True) -> bytes:
-    """Return a file with a struct, cells, numbers and a text."""
+    """Write a file with structs, cells, numbers and a text; return its content."""
     rows = [{"class": number, "fname": f"{number}.jpg"} for number in range(5)]
     labels = np.array([[1, 2, 300]], np.uint16)
     paths = cells(["a/ü.jpg", "b"])
@@ -41,7 +40,7 @@ def variable(data: bytes, name: str) -> Value:
 
 
 @pytest.mark.parametrize("compressed", [True, False])
-def test_values_are_those_that_were_written(tmp_path: Path, compressed: bool) -> None:
+def test_read_values_equal_written_values(tmp_path: Path, compressed: bool) -> None:
     values = read_variables(sample(tmp_path / "a.mat", compressed), "a.mat", NAMES)
     rows = require_structs(values["rows"], "a.mat", ["class", "fname"])
     assert [require_integer(row["class"], "") for row in rows] == [0, 1, 2, 3, 4]
@@ -51,7 +50,7 @@ def test_values_are_those_that_were_written(tmp_path: Path, compressed: bool) ->
     assert values["word"] == "x"
 
 
-def test_a_file_of_a_machine_with_the_other_byte_order_is_read() -> None:
+def test_big_endian_file_is_read() -> None:
     def element(kind: int, body: bytes) -> bytes:
         return struct.pack(">II", kind, len(body)) + body + bytes(-len(body) % 8)
 
@@ -66,7 +65,7 @@ def test_a_file_of_a_machine_with_the_other_byte_order_is_read() -> None:
     assert variable(header + element(14, matrix), "WNID") == "n01440764"
 
 
-def test_values_of_another_kind_are_one_sentence(tmp_path: Path) -> None:
+def test_values_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
     values = read_variables(sample(tmp_path / "a.mat"), "a.mat", NAMES)
     for name, check in (
         ("word", require_integers),
@@ -86,7 +85,7 @@ def test_values_of_another_kind_are_one_sentence(tmp_path: Path) -> None:
         require_integers(variable((tmp_path / "b.mat").read_bytes(), "labels"), "b.mat")
 
 
-def test_cells_in_cells_without_end_are_refused(tmp_path: Path) -> None:
+def test_too_deeply_nested_cells_are_refused(tmp_path: Path) -> None:
     value = cells(["x"])
     for _ in range(20):
         outer = np.empty((1, 1), object)
@@ -98,7 +97,7 @@ def test_cells_in_cells_without_end_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compressed", [True, False])
-def test_a_damaged_file_is_one_sentence_and_quick(tmp_path: Path, compressed: bool) -> None:
+def test_damaged_mat_file_is_refused_quickly(tmp_path: Path, compressed: bool) -> None:
     sound = sample(tmp_path / "a.mat", compressed)
     generator = random.Random(1)
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Measured figures: the file, the tables and headers that are generated from it."""
+"""Tests of measured figures: their file, and the tables and headers generated from it."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ HAT = replace(
 TEXT = "before\n<!-- measured: {spec} -->\nold lines\n<!-- end -->\nafter\n"
 
 
-def test_documents_and_headers_have_the_measured_figures() -> None:
-    """Whoever edits a figure by hand, or raises a revision, must run `accrete measure`."""
+def test_documents_and_config_headers_match_the_measurements() -> None:
+    """If this fails after an edit of a figure or of a revision, run `accrete measure`."""
     measurements = read_measurements(measuring.MEASURED)
     current = measuring.current_revisions()
     assert measurements
@@ -74,7 +74,7 @@ def test_documents_and_headers_have_the_measured_figures() -> None:
     assert format_measurements(measurements) == measuring.MEASURED.read_text(encoding="utf-8")
 
 
-def test_an_edited_figure_is_found() -> None:
+def test_hand_edited_figure_is_rewritten() -> None:
     readme = (CONFIGS.parent / "README.md").read_text(encoding="utf-8")
     assert "<!-- measured: demo " in readme
     measurements = read_measurements(measuring.MEASURED)
@@ -84,7 +84,7 @@ def test_an_edited_figure_is_found() -> None:
     assert rewrite_tables(edited, measurements, measuring.current_revisions()) == readme
 
 
-def test_metrics_follow_from_the_matrix() -> None:
+def test_metrics_are_computed_from_the_accuracy_matrix() -> None:
     assert ONE.values["average_accuracy"] == pytest.approx((0.6 + 0.75) / 2)
     assert ONE.values["forgetting"] == pytest.approx(0.2)
     correct, total = ONE.counts
@@ -93,7 +93,7 @@ def test_metrics_follow_from_the_matrix() -> None:
     np.testing.assert_array_equal(total[1], [10, 4])
 
 
-def test_the_file_is_sorted_and_keeps_the_newest(tmp_path: Path) -> None:
+def test_measurements_file_is_sorted_and_keeps_the_newest_entry(tmp_path: Path) -> None:
     newer = replace(ONE, cpu_seconds=45.5, growth=math.nan)
     text = format_measurements([ONE, HAT, newer])
     path = tmp_path / "measured.csv"
@@ -104,7 +104,7 @@ def test_the_file_is_sorted_and_keeps_the_newest(tmp_path: Path) -> None:
     assert format_measurements([meat, hat]) == text
 
 
-def test_a_table_is_generated() -> None:
+def test_table_is_generated_from_measurements() -> None:
     second = replace(ONE, seed=1, matrix="8/10; 8/10 4/4")
     spec = "streams/digits columns=tasks,average,forgetting,bytes,growth,CPU"
     text = rewrite_tables(TEXT.format(spec=spec), [ONE, HAT, second], CURRENT)
@@ -121,7 +121,7 @@ def test_a_table_is_generated() -> None:
     assert rewrite_tables(text, [ONE, HAT, second], CURRENT) == text
 
 
-def test_a_table_shows_what_its_spec_selects() -> None:
+def test_table_shows_the_selected_methods_and_overrides() -> None:
     other = replace(ONE, overrides="train.epochs=1", matrix="1/10; 1/10 1/4")
     measurements = [ONE, HAT, other]
     table = format_table(
@@ -137,7 +137,7 @@ def test_a_table_shows_what_its_spec_selects() -> None:
 
 
 @pytest.mark.parametrize("change", [{"revisions": "training 5"}, {"method_revision": 1}])
-def test_a_measurement_of_another_revision_is_outdated(change: dict[str, object]) -> None:
+def test_measurement_of_another_revision_is_marked_outdated(change: dict[str, object]) -> None:
     old = replace(ONE, **change)  # type: ignore[arg-type]
     table = format_table(parse_spec("streams/digits columns=average"), [old, HAT], CURRENT)
     assert "| `meat` (outdated) |" in table
@@ -155,12 +155,12 @@ def test_a_measurement_of_another_revision_is_outdated(change: dict[str, object]
         "streams/other columns=average",
     ],
 )
-def test_a_wrong_spec(spec: str) -> None:
+def test_invalid_table_spec_is_refused(spec: str) -> None:
     with pytest.raises(UserError, match=r"measured"):
         rewrite_tables(TEXT.format(spec=spec), [ONE], CURRENT)
 
 
-def test_the_header_of_a_method_has_a_line_for_each_stream() -> None:
+def test_method_header_has_one_line_per_stream() -> None:
     old = "# digits  average accuracy 1.0,\n#           more\n"
     text = f"# MEAT.\n#\n# differs   much\n{old}name: meat\n"
     line = "average accuracy 67.5 with seed 0; forgetting 20.0; 1 min 30 s of CPU\n"
@@ -171,7 +171,7 @@ def test_the_header_of_a_method_has_a_line_for_each_stream() -> None:
     assert rewrite_header("methods/lora", without, [ONE], CURRENT) == without
 
 
-def test_the_header_of_another_config_has_all_methods() -> None:
+def test_header_of_other_configs_lists_all_methods() -> None:
     demo = [replace(one, config="demo") for one in (ONE, HAT)]
     text = "# Demo.\n# expected  not measured yet\n# source    me\nname: demo\n"
     assert rewrite_header("demo", text, demo, CURRENT) == text.replace(
@@ -182,7 +182,7 @@ def test_the_header_of_another_config_has_all_methods() -> None:
 
 
 def test_a_finished_run_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The values are those of the run; documents are generated in the same step."""
+    """The recorded values are those of the run, and the documents are updated too."""
     monkeypatch.setattr(measuring, "MEASURED", tmp_path / "measured.csv")
     monkeypatch.setattr(measuring, "CONFIGS", tmp_path / "configs")
     (tmp_path / "configs").mkdir()
@@ -216,7 +216,7 @@ def test_only_configs_of_the_checkout_are_recorded(tmp_path: Path) -> None:
         measuring.measure(str(path), [], lambda *_: None, "")  # type: ignore[arg-type]
 
 
-def test_overrides_that_select_are_not_recorded() -> None:
+def test_overrides_that_do_not_change_a_measurement_are_dropped() -> None:
     overrides = ["methods=[meat, hat]", "seed=1", "name=x", "storage=s", "cluster.workers=0"]
     assert measuring.select_overrides(overrides) == ""
     kept = ["train.epochs=3", "methods.meat.alpha=1", 'methods={"meat": {}}']

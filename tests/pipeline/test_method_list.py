@@ -1,4 +1,4 @@
-"""What `methods` says: every method, and every setting with type, range, default and meaning."""
+"""Tests of the command `methods`: its list of methods, and the description of each setting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers.errors import UserError
 from workers.methods import METHODS
 
 
-def test_every_method_has_one_line_that_fits() -> None:
+def test_every_method_has_one_line_of_at_most_100_columns() -> None:
     lines = list_methods().splitlines()
     for name, method in METHODS.items():
         (line,) = [line for line in lines if line.split()[:1] == [name]]
@@ -19,7 +19,7 @@ def test_every_method_has_one_line_that_fits() -> None:
         assert len(line) <= 100
 
 
-def test_methods_are_in_groups_of_equal_needs() -> None:
+def test_methods_are_grouped_by_their_needs() -> None:
     text = list_methods()
     order = [line.split()[0] for line in text.splitlines() if line.split()[:1][:1]]
     given = order.index("the")
@@ -47,7 +47,7 @@ def test_every_setting_is_explained(name: str) -> None:
     assert all(len(line) <= 100 for line in text.splitlines())
 
 
-def test_type_range_default_and_the_papers_value_stand_beside_a_setting() -> None:
+def test_settings_show_type_range_default_and_paper_value() -> None:
     lines = describe_method("meat").splitlines()
     at = lines.index("lambda: number")
     assert lines[at + 1] == "    default 0.9; >= 0, <= 1"
@@ -55,7 +55,7 @@ def test_type_range_default_and_the_papers_value_stand_beside_a_setting() -> Non
     assert any("in the paper paper" in line for line in lines)
 
 
-def test_an_unknown_method_is_answered_with_the_nearest_name(
+def test_unknown_method_error_suggests_the_nearest_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(UserError, match="did you mean 'meat'"):
@@ -64,7 +64,7 @@ def test_an_unknown_method_is_answered_with_the_nearest_name(
     assert "did you mean 'meat'" in capsys.readouterr().err
 
 
-def test_the_command_prints_the_list_and_one_method(capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_command_prints_the_list_or_one_method(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods"]) == 0
     assert capsys.readouterr().out.strip() == list_methods()
     assert main(["methods", "hat"]) == 0

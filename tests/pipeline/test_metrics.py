@@ -1,5 +1,4 @@
-"""Promises of the metrics: the worked case of the reference, and the shapes that broke other code
-bases."""
+"""Tests of the metrics: worked examples, and unusual shapes and values of the accuracy matrix."""
 
 from typing import Any
 
@@ -39,12 +38,12 @@ TOTALS = np.full((4, 4), 100)
         ("remembering", 1 - 0.28 / 6),
     ],
 )
-def test_the_worked_case_gives_its_numbers(name: str, value: Any) -> None:
+def test_metrics_match_the_worked_example(name: str, value: Any) -> None:
     assert metrics.all_metrics(COUNTS, TOTALS)[name] == pytest.approx(value, abs=1e-6)
     assert metrics.all_metrics(R)[name] == pytest.approx(value, abs=1e-6)
 
 
-def test_the_worked_case_has_average_incremental_accuracy_of_859_thousandths() -> None:
+def test_worked_example_has_average_incremental_accuracy_0_859() -> None:
     assert round(METRICS["average_incremental_accuracy"](R), 3) == 0.859
 
 
@@ -62,11 +61,8 @@ CLASS_INCREMENTAL = [[0.9, 0, 0, 0], [0.7, 0.8, 0, 0], [0.75, 0.6, 0.85, 0], [0.
         ("backward_transfer_all_pairs", -0.2666667),
     ],
 )
-def test_the_worked_case_of_class_incremental_learning_gives_its_numbers(
-    name: str, value: float
-) -> None:
-    """The first task counts in the average; the older formula of forgetting is what DyTox's tables
-    were made with."""
+def test_metrics_match_the_class_incremental_worked_example(name: str, value: float) -> None:
+    """The average includes the first task. DyTox's tables use the older formula of forgetting."""
     assert metrics.all_metrics(CLASS_INCREMENTAL)[name] == pytest.approx(value, abs=1e-7)
     assert metrics.pooled_accuracies(metrics.measure(CLASS_INCREMENTAL)) == pytest.approx(
         [0.9, 0.75, 0.7333333, 0.575], abs=1e-7
@@ -81,7 +77,7 @@ def test_old_continuum_forgetting_ignores_second_last_task() -> None:
     assert [row["forgetting"] for row in metrics.over_time(r)] == pytest.approx([0, 0.1, 0.25])
 
 
-def test_unequal_tasks_are_pooled_in_micro_and_incremental_and_averaged_in_macro() -> None:
+def test_unequal_tasks_are_pooled_except_in_average_accuracy() -> None:
     correct, total = [[9, 0], [5, 900]], [[10, 1000], [10, 1000]]
     assert METRICS["average_accuracy"](correct, total) == pytest.approx(0.7)
     assert METRICS["micro_average_accuracy"](correct, total) == pytest.approx(905 / 1010)
@@ -91,7 +87,7 @@ def test_unequal_tasks_are_pooled_in_micro_and_incremental_and_averaged_in_macro
     )
 
 
-def test_transfer_is_split_by_its_sign() -> None:
+def test_backward_transfer_is_split_by_its_sign() -> None:
     better = metrics.all_metrics([[0.5, 0], [0.7, 0.6]])
     assert better["positive_backward_transfer"] == pytest.approx(0.2)
     assert better["remembering"] == 1
@@ -143,13 +139,12 @@ def test_entries_above_the_diagonal_change_nothing() -> None:
 
 
 def test_every_metric_has_a_value_in_a_finished_run() -> None:
-    """A metric that no run can measure is a promise that nobody keeps."""
     lower = np.where(np.tril(np.ones((4, 4), bool)), COUNTS, np.nan)
     assert not np.isnan(list(metrics.all_metrics(lower, TOTALS).values())).any()
 
 
 @pytest.mark.parametrize("marker", ["rate", "total", "zero"])
-def test_a_metric_that_needs_a_missing_entry_is_nan_and_the_others_stand(marker: str) -> None:
+def test_only_metrics_that_need_a_missing_entry_are_nan(marker: str) -> None:
     correct, total = COUNTS.astype(float), TOTALS.astype(float)
     if marker == "rate":
         correct[2, 0] = np.nan
@@ -170,7 +165,7 @@ def test_an_unfinished_run_has_the_metrics_of_its_finished_rows() -> None:
     assert np.isnan(rows[3]["average_accuracy"])
 
 
-def test_a_matrix_that_is_not_square_is_refused_with_its_shape() -> None:
+def test_non_square_matrix_is_refused_with_its_shape() -> None:
     with pytest.raises(UserError, match=r"shape \(1, 2\); it must be square"):
         METRICS["forgetting"]([[0.5, 0.5]])
     with pytest.raises(UserError, match="same entries"):

@@ -1,5 +1,4 @@
-"""The contract of each private name of MLflow that is used: it is there, and does what is relied
-on."""
+"""Tests of the private MLflow names that are used: each exists and behaves as expected."""
 
 from __future__ import annotations
 
@@ -15,7 +14,9 @@ from pipeline.tracking import mlflow_internals
 from pipeline.tracking.mlflow_client import open_store
 
 
-def test_a_database_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_database_is_tried_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mlflow.store.db import utils
 
     assert isinstance(utils.MAX_RETRY_COUNT, int)
@@ -27,7 +28,7 @@ def test_a_database_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert time.monotonic() - start < 5
 
 
-def test_new_tables_have_the_latest_revision_and_the_database_is_closed(tmp_path: Path) -> None:
+def test_created_tables_have_latest_revision_and_database_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "mlflow.db"
     mlflow_internals.create_tables(f"sqlite:///{path}")
     with closing(sqlite3.connect(path)) as database:
@@ -38,7 +39,7 @@ def test_new_tables_have_the_latest_revision_and_the_database_is_closed(tmp_path
     assert [file.name for file in tmp_path.iterdir()] == ["mlflow.db"]
 
 
-def test_the_status_of_a_run_in_memory_is_what_it_is_set_to(tmp_path: Path) -> None:
+def test_set_status_changes_only_the_run_in_memory(tmp_path: Path) -> None:
     client, _, experiment = open_store(str(tmp_path))
     run = client.create_run(experiment)
     mlflow_internals.set_status(run, "KILLED")
@@ -52,7 +53,7 @@ def test_a_data_set_keeps_its_name_digest_and_source() -> None:
     assert "s3://bucket/birds" in dataset.source
 
 
-def test_a_monitor_samples_from_its_start_to_its_end(
+def test_is_sampling_is_true_between_monitor_start_and_finish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("psutil")
@@ -71,7 +72,7 @@ def test_a_monitor_samples_from_its_start_to_its_end(
     assert not mlflow_internals.is_sampling(monitor)
 
 
-def test_requirements_are_not_checked_inside_and_are_afterwards(
+def test_requirements_check_is_disabled_only_inside_context_manager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from mlflow.utils import environment, requirements_utils
@@ -90,6 +91,6 @@ def test_all_files_of_a_run_are_deleted(tmp_path: Path) -> None:
     run = client.create_run(experiment)
     client.log_text(run.info.run_id, "a page", "report/page.html")
     assert client.list_artifacts(run.info.run_id)
-    for _ in range(2):  # also of a run that has none
+    for _ in range(2):  # the second time, the run has no files
         mlflow_internals.delete_artifacts(run.info.artifact_uri, uri)
         assert client.list_artifacts(run.info.run_id) == []

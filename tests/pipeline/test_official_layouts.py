@@ -1,5 +1,5 @@
-"""Every official layout: a small made-up copy becomes the class folders of its card, with the
-labels and the split of its lists."""
+"""Tests of the preparation of official data sets: small made-up copies become class folders with
+the labels and splits of the official lists."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ Captured = pytest.CaptureFixture[str]
 
 
 def image_at(folder: Path, split: str, label: str, name: str) -> bytes:
-    """Return the bytes that were prepared for an image."""
+    """Return the bytes of a prepared image."""
     return (folder / "prepared" / split / label / name).read_bytes()
 
 
 # ---- NABirds -------------------------------------------------------------------------------------
-def test_nabirds_have_identifiers_and_a_hierarchy(tmp_path: Path, capsys: Captured) -> None:
+def test_nabirds_are_labelled_by_identifiers_and_hierarchy(
+    tmp_path: Path, capsys: Captured
+) -> None:
     folder = tmp_path / "nabirds"
     birds = {"0817": ["a-1", "a-2", "a-3"], "0295": ["b-1", "b-2"]}
     lists: dict[str, list[str]] = {"images": [], "image_class_labels": [], "train_test_split": []}
@@ -57,11 +59,11 @@ def test_nabirds_have_identifiers_and_a_hierarchy(tmp_path: Path, capsys: Captur
 CARS = ["AM General Hummer SUV 2000", "Ram C/V Cargo Van Minivan 2012"]
 CAR_LABELS = {"train": {CARS[0]: 2, "Ram C-V Cargo Van Minivan 2012": 1}}
 CAR_LABELS["test"] = {CARS[0]: 1, "Ram C-V Cargo Van Minivan 2012": 2}
-CAR_BOX = {"bbox_x1": 2, "bbox_y1": 3, "bbox_x2": 11, "bbox_y2": 9}  # from 1, the last included
+CAR_BOX = {"bbox_x1": 2, "bbox_y1": 3, "bbox_x2": 11, "bbox_y2": 9}  # 1-based, inclusive
 
 
 def write_cars(folder: Path) -> None:
-    """Write the form with a folder for each split."""
+    """Write the layout with a folder for each split."""
     write_mat(folder / "devkit/cars_meta.mat", class_names=np.array([CARS], object))
     for split, name in (
         ("train", "devkit/cars_train_annos"),
@@ -75,14 +77,14 @@ def write_cars(folder: Path) -> None:
         write_mat(folder / f"{name}.mat", annotations=structs(rows))
 
 
-def test_cars_of_two_folders(tmp_path: Path, capsys: Captured) -> None:
+def test_cars_in_two_folders_are_prepared(tmp_path: Path, capsys: Captured) -> None:
     write_cars(tmp_path / "stanford_cars")
     card = small_card(tmp_path, "stanford-cars", num_classes=2)
     prepare(capsys, card, tmp_path)
     assert labels_of(card) == CAR_LABELS
 
 
-def test_cars_are_cut_by_boxes_that_count_from_one(tmp_path: Path, capsys: Captured) -> None:
+def test_cars_are_cropped_by_one_based_boxes(tmp_path: Path, capsys: Captured) -> None:
     write_cars(tmp_path / "stanford_cars")
     card = small_card(tmp_path, "stanford-cars-cropped", num_classes=2)
     prepare(capsys, card, tmp_path)
@@ -93,7 +95,7 @@ def test_cars_are_cut_by_boxes_that_count_from_one(tmp_path: Path, capsys: Captu
     assert np.abs(cut - whole[2:9, 1:11]).mean() < 4
 
 
-def test_cars_of_one_folder(tmp_path: Path, capsys: Captured) -> None:
+def test_cars_in_one_folder_are_prepared(tmp_path: Path, capsys: Captured) -> None:
     rows = []
     for number, (label, is_test) in enumerate([(1, 0), (1, 0), (2, 0), (1, 1), (2, 1), (2, 1)], 1):
         path = f"car_ims/{number:06d}.jpg"
@@ -106,7 +108,7 @@ def test_cars_of_one_folder(tmp_path: Path, capsys: Captured) -> None:
     assert labels_of(card) == CAR_LABELS
 
 
-def test_annotations_of_cars_without_labels_are_refused(tmp_path: Path, capsys: Captured) -> None:
+def test_car_annotations_without_valid_labels_are_refused(tmp_path: Path, capsys: Captured) -> None:
     write_cars(tmp_path)
     card = small_card(tmp_path, "stanford-cars", num_classes=2)
     rows = [{**CAR_BOX, "fname": "00001.jpg"}, {**CAR_BOX, "fname": "00002.jpg"}]
@@ -141,7 +143,7 @@ def test_aircraft_are_labelled_by_variant(tmp_path: Path, capsys: Captured) -> N
 
 # ---- Flowers-102 ---------------------------------------------------------------------------------
 def write_flowers(folder: Path, **splits: list[int]) -> None:
-    """Write six flowers of two species."""
+    """Write six flowers of three species."""
     for number in range(1, 7):
         write_image(folder / "jpg" / f"image_{number:05d}.jpg", number)
     write_mat(folder / "imagelabels.mat", labels=np.array([[1, 1, 2, 77, 77, 77]], np.uint8))
@@ -151,7 +153,9 @@ def write_flowers(folder: Path, **splits: list[int]) -> None:
     write_mat(folder / "setid.mat", **numbers)
 
 
-def test_flowers_of_train_and_validation_are_train(tmp_path: Path, capsys: Captured) -> None:
+def test_flowers_of_train_and_validation_lists_become_train(
+    tmp_path: Path, capsys: Captured
+) -> None:
     write_flowers(tmp_path, trnid=[2, 3], valid=[4], tstid=[1, 5, 6])
     card = small_card(tmp_path, "flowers102", num_classes=3)
     prepare(capsys, card, tmp_path)
@@ -178,7 +182,7 @@ def test_a_flower_without_a_label_is_refused(tmp_path: Path, capsys: Captured) -
         (b"no .mat file" * 50, "cannot be read as a .mat file"),
     ],
 )
-def test_what_is_no_mat_file_of_version_5_is_one_sentence(
+def test_files_other_than_mat_version_5_are_refused(
     tmp_path: Path, capsys: Captured, data: bytes, words: str
 ) -> None:
     write_flowers(tmp_path, trnid=[2, 3], valid=[4], tstid=[1])
@@ -187,9 +191,7 @@ def test_what_is_no_mat_file_of_version_5_is_one_sentence(
     assert words in prepare(capsys, card, tmp_path, code=2)
 
 
-def test_a_mat_file_that_lacks_a_variable_or_ends_early_is_one_sentence(
-    tmp_path: Path, capsys: Captured
-) -> None:
+def test_incomplete_mat_file_is_refused(tmp_path: Path, capsys: Captured) -> None:
     card = small_card(tmp_path, "flowers102", num_classes=3)
     write_flowers(tmp_path, trnid=[2, 3], valid=[4])
     assert "has no variable 'tstid'" in prepare(capsys, card, tmp_path, code=2)
@@ -200,7 +202,7 @@ def test_a_mat_file_that_lacks_a_variable_or_ends_early_is_one_sentence(
     assert "has no whole numbers where" in prepare(capsys, card, tmp_path, code=2)
 
 
-def test_a_small_mat_file_that_unpacks_to_very_much_is_refused(
+def test_mat_file_that_unpacks_beyond_the_limit_is_refused(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_flowers(tmp_path, trnid=[2, 3], valid=[4], tstid=[1])
@@ -213,7 +215,9 @@ def test_a_small_mat_file_that_unpacks_to_very_much_is_refused(
 
 
 # ---- DTD, Stanford Dogs, Places365 ---------------------------------------------------------------
-def test_textures_of_train_and_validation_are_train(tmp_path: Path, capsys: Captured) -> None:
+def test_textures_of_train_and_validation_lists_become_train(
+    tmp_path: Path, capsys: Captured
+) -> None:
     folder = tmp_path / "dtd"
     paths: list[str] = []
     for label in ("banded", "dotted"):
@@ -232,7 +236,9 @@ def test_textures_of_train_and_validation_are_train(tmp_path: Path, capsys: Capt
 
 
 @pytest.mark.parametrize("lists", ["", "lists"])
-def test_dogs_are_listed_in_mat_files(tmp_path: Path, capsys: Captured, lists: str) -> None:
+def test_dogs_are_prepared_from_mat_file_lists(
+    tmp_path: Path, capsys: Captured, lists: str
+) -> None:
     breeds = ("n02085620-Chihuahua", "n02085782-Japanese_spaniel")
     paths = [f"{breed}/{breed[:9]}_{number}.jpg" for breed in breeds for number in (1, 2, 3)]
     for index, path in enumerate(paths):
@@ -246,7 +252,9 @@ def test_dogs_are_listed_in_mat_files(tmp_path: Path, capsys: Captured, lists: s
 
 
 @pytest.mark.parametrize("folder", ["data_256", "data_large_standard"])
-def test_places_have_paths_of_categories(tmp_path: Path, capsys: Captured, folder: str) -> None:
+def test_places_are_labelled_by_category_paths(
+    tmp_path: Path, capsys: Captured, folder: str
+) -> None:
     train = ["/a/airfield/00000001.jpg", "/a/apartment_building/outdoor/00000001.jpg"]
     for index, path in enumerate(train):
         write_image(tmp_path / folder / path.strip("/"), index)
@@ -271,7 +279,7 @@ def test_places_have_paths_of_categories(tmp_path: Path, capsys: Captured, folde
 
 # ---- WikiArt and Sketches ------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["wikiart", "sketches"])
-def test_class_folders_are_taken_as_they_are(tmp_path: Path, capsys: Captured, name: str) -> None:
+def test_class_folders_are_used_unchanged(tmp_path: Path, capsys: Captured, name: str) -> None:
     for split, count in (("train", 3), ("test", 2)):
         for label in ("claude-monet", "paul_klee"):
             for number in range(count):
@@ -283,7 +291,7 @@ def test_class_folders_are_taken_as_they_are(tmp_path: Path, capsys: Captured, n
 
 
 # ---- ImageNet ------------------------------------------------------------------------------------
-TENCH, GOLDFISH, TOILET = "n01440764", "n01443537", "n15075141"  # the last is none of the first 100
+TENCH, GOLDFISH, TOILET = "n01440764", "n01443537", "n15075141"  # TOILET is not on imagenet100
 KIT = "ILSVRC2012_devkit_t12/data"
 
 
@@ -298,7 +306,7 @@ def write_imagenet(folder: Path, images: str = "") -> None:
 
 
 def write_kit(folder: Path) -> None:
-    """Write the labels of the validation images: its numbers are none of ours."""
+    """Write the labels of the validation images; the kit's class numbers differ from ours."""
     numbers = {1: TOILET, 2: TENCH, 3: GOLDFISH}
     rows = [{"ILSVRC2012_ID": number, "WNID": label} for number, label in numbers.items()]
     write_mat(folder / "meta.mat", synsets=structs(rows).T)
@@ -321,7 +329,7 @@ def test_the_development_kit_labels_validation_images(
         assert image_at(tmp_path, "val", label, name) == original
 
 
-def test_the_kaggle_edition_has_a_table(tmp_path: Path, capsys: Captured) -> None:
+def test_kaggle_imagenet_is_labelled_by_its_csv_table(tmp_path: Path, capsys: Captured) -> None:
     write_imagenet(tmp_path, "ILSVRC/Data/CLS-LOC")
     rows = ["ImageId,PredictionString"]
     for number, label in ((2, TENCH), (1, TOILET), (3, GOLDFISH)):
@@ -335,7 +343,7 @@ def test_the_kaggle_edition_has_a_table(tmp_path: Path, capsys: Captured) -> Non
     assert image_at(tmp_path, "val", TENCH, name) == original.read_bytes()
 
 
-def test_imagenet_100_has_the_classes_of_its_card_alone(tmp_path: Path, capsys: Captured) -> None:
+def test_imagenet_100_has_only_the_classes_of_its_card(tmp_path: Path, capsys: Captured) -> None:
     write_imagenet(tmp_path / "imagenet")
     write_kit(tmp_path / "imagenet")
     card = small_card(tmp_path, "imagenet100", num_classes=2, classes=[TENCH, GOLDFISH])
@@ -344,7 +352,9 @@ def test_imagenet_100_has_the_classes_of_its_card_alone(tmp_path: Path, capsys: 
     assert labels_of(card) == {"train": dict.fromkeys(labels, 2), "test": dict.fromkeys(labels, 1)}
 
 
-def test_archives_of_classes_are_to_be_unpacked_first(tmp_path: Path, capsys: Captured) -> None:
+def test_packed_class_archives_are_refused_with_unpack_command(
+    tmp_path: Path, capsys: Captured
+) -> None:
     write_kit(tmp_path / KIT)
     write_image(tmp_path / "val" / "ILSVRC2012_val_00000001.JPEG")
     (tmp_path / "train").mkdir()
@@ -357,7 +367,7 @@ def test_archives_of_classes_are_to_be_unpacked_first(tmp_path: Path, capsys: Ca
 @pytest.mark.parametrize(
     ("name", "labels"), [("imagenet", (TENCH, GOLDFISH)), ("places365", ("airfield", "zen_garden"))]
 )
-def test_validation_images_that_are_sorted_already_are_taken_as_they_are(
+def test_validation_images_in_class_folders_are_used_unchanged(
     tmp_path: Path, capsys: Captured, name: str, labels: tuple[str, ...]
 ) -> None:
     for split, count in (("train", 2), ("val", 1)):

@@ -1,4 +1,4 @@
-"""A method that is defined in a notebook or script: it runs, and its code is in its keys."""
+"""Tests of methods defined in a notebook or script: they run, and their code is in their keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("clean_registry")
 
 
 def example() -> str:
-    """Return the cell of the page, without what it does with the class."""
+    """Return the first Python cell of the section in docs/new-method.md."""
     section = text_of("docs/new-method.md").partition(HEADING)[2]
     cells = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     return str(cells[0])
@@ -53,13 +53,15 @@ def config_body(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     return small_run.make_body(tmp_path, cards, ["square"], train={"epochs": 1}, **changes)
 
 
-def test_the_cell_of_the_page_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documentation_example_builds_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     plan = run_cell(example()).__dict__["experiment"].plan()
     assert "square/digits-4/evaluate" in set(plan["stage"])
 
 
-def test_a_changed_cell_has_other_keys(tmp_path: Path) -> None:
+def test_changed_notebook_cell_changes_only_keys_of_its_method(tmp_path: Path) -> None:
     run_cell(definition())
     experiment = pipeline.load(config_body(tmp_path))
     first = list(experiment.plan()["key"])
@@ -73,7 +75,7 @@ def test_a_changed_cell_has_other_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_method_of_a_cell_runs_and_another_version_reuses_nothing(
+def test_notebook_method_runs_and_changed_code_reuses_no_results(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "BUILD_MODULE", "not imported")  # as in a new process
@@ -82,7 +84,7 @@ def test_a_method_of_a_cell_runs_and_another_version_reuses_nothing(
     results = experiment.run(quiet=True)
     assert list(results.matrix["source"]) == ["measured"]
     assert results.model().tasks == ["a"]
-    run_cell(definition())  # again, as it was
+    run_cell(definition())  # the same code again
     assert set(experiment.plan()["status"]) == {"hit"}
     run_cell(definition().replace(".square()", ".abs()"))
     plan = experiment.plan().set_index("stage")
@@ -98,7 +100,7 @@ def test_a_method_of_a_cell_runs_and_another_version_reuses_nothing(
         Bundle.open(folder).method()
 
 
-def test_workers_that_cannot_import_a_method_are_refused(tmp_path: Path) -> None:
+def test_notebook_method_with_ray_workers_is_refused(tmp_path: Path) -> None:
     run_cell(definition())
     body = config_body(tmp_path, cluster={"workers": 1})
     sentence = (
@@ -110,7 +112,9 @@ def test_workers_that_cannot_import_a_method_are_refused(tmp_path: Path) -> None
     assert pipeline.load(body, **{"cluster.workers": 0}).name == "small"
 
 
-def test_what_fails_names_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_python_run_suggests_python_calls_not_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_cell(definition())
     commands: list[str] = []
 
@@ -138,7 +142,7 @@ print(json.dumps([list(plan["key"]), sorted(set(plan["status"]))]))
 
 
 def answer_of(script: Path, *arguments: str) -> Any:
-    """Run a script in a new process, and return what it printed last."""
+    """Run a script in a new process, and return the value of the last line that it printed."""
     command = [sys.executable, str(script), *arguments]
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}

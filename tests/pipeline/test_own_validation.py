@@ -1,4 +1,4 @@
-"""The data's own validation images select the epoch and evaluate searches; train stays complete."""
+"""Tests of data with their own validation images, which select the epoch and evaluate searches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Promises of tables and figures for papers: every form has the same numbers, LaTeX that compiles,
-figures as wide as a column, and nothing bold within the noise."""
+"""Tests of tables and figures for papers: formats, bold cells, LaTeX, widths, and budgets."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ LABELS = ("meat", "finetune")
 
 @pytest.fixture(autouse=True)
 def _answers_as_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predictions that the counts of `run_of` would have: the first images are answered right."""
+    """Replace the predictions by ones with the counts of `run_of`: the first images are correct."""
 
     def right_answers(run: RunTables, label: str, tasks: Sequence[str]) -> RightAnswers:
         matrix = run.matrix(label)
@@ -48,7 +47,10 @@ def _answers_as_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def comparison(storage: Any, shifts: Sequence[int] = (0, 2, 1), **settings: Any) -> Comparison:
-    """Two methods with a seed per shift, which both methods have: how many more are right."""
+    """Return a comparison of two methods with one seed per shift.
+
+    shifts: number of correct images that are added to each result of both methods.
+    """
     runs = {
         f"seed-{seed}": run_of(storage, f"t-seed-{seed}", seed, LABELS, shift, **settings)
         for seed, shift in enumerate(shifts)
@@ -56,16 +58,16 @@ def comparison(storage: Any, shifts: Sequence[int] = (0, 2, 1), **settings: Any)
     return compare_replicas("t", runs)
 
 
-def test_a_lead_beyond_the_noise_is_bold_and_nothing_else(storage: Any) -> None:
+def test_only_significant_leads_are_bold(storage: Any) -> None:
     table = paper.accuracy_table(comparison(storage))
     best = {name: [cell.is_best for cell in cells] for name, cells in table.rows.items()}
-    # of the first and second task finetune has forgotten much; the last one they learn alike
+    # finetune has forgotten much of the first two tasks; both methods learn the last one equally
     assert best["meat"][:2] == [True, True]
     assert best["meat"][-2:] == [True, True]  # average and forgetting
     assert not best["finetune"][0]
 
 
-def test_nothing_is_bold_in_a_run_of_one_seed(storage: Any) -> None:
+def test_one_seed_gives_no_bold_cells(storage: Any) -> None:
     table = paper.accuracy_table(comparison(storage, shifts=(0,)))
     assert not any(cell.is_best for cells in table.rows.values() for cell in cells)
     assert "One seed" in " ".join(paper.format_caption(comparison(storage, shifts=(0,))))
@@ -78,7 +80,7 @@ def test_the_caption_counts_the_replicas_of_each_run(storage: Any) -> None:
     assert "deviation of 1 to 3 replicas." in " ".join(paper.format_caption(compared))
 
 
-def test_methods_that_are_equal_have_no_winner(storage: Any, monkeypatch: Any) -> None:
+def test_equal_methods_give_no_bold_cells(storage: Any, monkeypatch: Any) -> None:
     compared = comparison(storage)
     compared.entries = [compared.entries[0], comparison(storage).entries[0]]
     compared.entries[1].name = "twin"
@@ -86,7 +88,7 @@ def test_methods_that_are_equal_have_no_winner(storage: Any, monkeypatch: Any) -
     assert not any(cell.is_best for cells in table.rows.values() for cell in cells)
 
 
-def test_every_form_has_the_same_numbers(storage: Any) -> None:
+def test_every_table_format_has_the_same_numbers(storage: Any) -> None:
     files = paper.paper_files(comparison(storage))
     rows = list(csv.DictReader(io.StringIO(files["table.csv"].decode())))
     assert pq.read_table(io.BytesIO(files["table.parquet"])).num_rows == len(rows)
@@ -110,7 +112,7 @@ def test_the_latex_table_has_a_cell_for_each_column(storage: Any) -> None:
         assert text.count(f"\\{rule}") == 1
 
 
-def test_names_are_escaped() -> None:
+def test_names_are_escaped_in_latex_and_markdown() -> None:
     assert paper.escape_latex("a_b & 50%") == r"a\_b \& 50\%"
     assert (
         paper.escape_latex("\\^~{}") == r"\textbackslash{}\textasciicircum{}\textasciitilde{}\{\}"
@@ -119,7 +121,7 @@ def test_names_are_escaped() -> None:
 
 
 @pytest.mark.slow
-def test_the_tables_compile(storage: Any, tmp_path: Path) -> None:
+def test_latex_tables_compile(storage: Any, tmp_path: Path) -> None:
     latex = shutil.which("pdflatex")
     if latex is None:
         pytest.skip("pdflatex is not installed")
@@ -132,7 +134,7 @@ def test_the_tables_compile(storage: Any, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout[-2000:]
 
 
-def test_figures_are_as_wide_as_a_column_and_the_same_each_time(storage: Any) -> None:
+def test_figures_have_column_width_and_are_deterministic(storage: Any) -> None:
     first, second = (paper.paper_files(comparison(storage)) for _ in range(2))
     for metric in ("average_accuracy", "forgetting"):
         assert first[f"{metric}.pdf"] == second[f"{metric}.pdf"]
@@ -143,7 +145,7 @@ def test_figures_are_as_wide_as_a_column_and_the_same_each_time(storage: Any) ->
         assert b"<svg" in first[f"{metric}.svg"]
 
 
-def test_the_budget_is_what_the_stages_say(storage: Any) -> None:
+def test_budget_is_the_sum_over_stage_manifests(storage: Any) -> None:
     compared = comparison(storage)
     run = compared.runs[0]
     seconds = 0.0
@@ -155,7 +157,7 @@ def test_the_budget_is_what_the_stages_say(storage: Any) -> None:
     assert budget.stored_bytes == run.sizes("meat")[-1]["total"]
 
 
-def test_the_page_shows_the_table_the_differences_and_the_budgets(storage: Any) -> None:
+def test_replicas_page_shows_table_differences_and_budgets(storage: Any) -> None:
     runs = comparison(storage).groups[0].runs
     record: Any = {**fake_run.record("t"), "replicas": {name: name for name in runs}}
     files = replicas_page.build_replicas_report(record, runs, gpu_use=["GPU 0 of n was busy 20%"])
@@ -171,7 +173,7 @@ def test_the_page_shows_the_table_the_differences_and_the_budgets(storage: Any) 
 
 
 @pytest.mark.slow
-def test_the_page_of_one_seed_has_the_table_and_no_winner(storage: Any) -> None:
+def test_one_seed_page_has_a_table_without_bold_cells(storage: Any) -> None:
     from pipeline.report import page
 
     files = page.build_run_report(storage, fake_run.record())

@@ -1,4 +1,4 @@
-"""Tables of papers: the files that ship, the runs that they start, and what they print."""
+"""Tests of paper tables: the shipped files, the runs that they start, and the output."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ PRINTED = {
 }
 
 
-def test_the_values_of_the_papers() -> None:
+def test_paper_tables_contain_the_printed_values() -> None:
     for (table, row, part, column), value in PRINTED.items():
         assert read_paper_table(find_paper_table(table)).rows[row].paper[part][column] == value
 
 
 @pytest.mark.parametrize("name", list_paper_tables())
 def test_every_table_can_be_computed_at_each_scale(name: str) -> None:
-    """The configs exist, have the methods of the rows, and the tasks and metrics of the columns."""
+    """The configs exist, and have the methods of the rows and the tasks and metrics of columns."""
     file = find_paper_table(name)
     table = read_paper_table(file)
     assert set(table.scales) >= {"paper", "small"}
@@ -113,8 +113,10 @@ def read_cells(folder: Path) -> dict[tuple[str, str, str], tuple[float, str]]:
         }
 
 
-def test_a_table_is_computed_once(table_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing runs before `--scale` is given; a second time, nothing runs again."""
+def test_second_reproduction_of_a_table_runs_nothing(
+    table_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing runs without `--scale`, and a second call runs nothing again."""
     assert cli.main(["reproduce", str(table_file)]) == 0
     before = capsys.readouterr().out
     assert "not measured yet" in before
@@ -157,7 +159,7 @@ def test_a_table_is_computed_once(table_file: Path, capsys: pytest.CaptureFixtur
         pipeline.reproduce(table_file, "large")
 
 
-def test_the_order_of_rows_is_compared_column_by_column() -> None:
+def test_row_order_is_compared_per_column() -> None:
     def cell(row: str, column: str, value: float, paper: float) -> Cell:
         return Cell("", row, column, value, paper)
 
@@ -174,7 +176,7 @@ def test_the_order_of_rows_is_compared_column_by_column() -> None:
     assert count_orders([cell("a", "x", 1, 7), cell("b", "x", 2, 7)]) == (0, 0)
 
 
-def test_rows_are_compared_where_the_paper_has_both() -> None:
+def test_mean_order_uses_only_parts_that_both_rows_have() -> None:
     """Row `c` has a value in the easy part only, which must not put it before the others."""
     rows = {
         "a": {"method": "a", "paper": {"easy": {"x": 90.0}, "hard": {"x": 10.0}}},
@@ -189,12 +191,14 @@ def test_rows_are_compared_where_the_paper_has_both() -> None:
         Cell("", row, "y", value, math.nan) for row, value in (("a", 2.0), ("b", 3.0), ("c", 1.0))
     ]
     result = Reproduction("t", "small", table, cells, "")
-    # a and b by both parts (50 < 55), a and c by the easy one, b and c too
+    # a and b are compared by both parts (50 < 55), and c with each of them by the easy part
     assert count_mean_orders(result) == (3, 3)
 
 
-def test_a_plan_needs_no_data(table_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A data set that is not on this machine is counted by its card, and named."""
+def test_reproduction_plan_needs_no_data(
+    table_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A data set that is missing on this machine is counted from its card, and named."""
     card = table_file.parent / "cards" / "a.yaml"
     body = yaml.safe_load(card.read_text())
     body["source"]["path"] = str(table_file.parent / "nowhere")
@@ -204,14 +208,15 @@ def test_a_plan_needs_no_data(table_file: Path, capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     assert cli.main(["reproduce", str(table_file), "--scale", "paper", "--plan"]) == 0
     output = capsys.readouterr().out
-    # a tenth of 1000 images validates; 20 images of one task are tested twice, 500 of the other
+    # A tenth of the 1000 images is held out for validation. The 20 test images of one task are
+    # evaluated twice, the 500 of the other one once.
     assert "2,340" in output
     assert "1,440" in output
     assert f"{card}: " in output
     assert not (table_file.parent / "storage" / "stages").exists()
 
 
-def test_a_placeholder_has_the_classes_and_numbers_of_a_card(tmp_path: Path) -> None:
+def test_placeholder_has_the_classes_and_counts_of_its_card(tmp_path: Path) -> None:
     assert placeholders.is_missing("cub200")
     assert not placeholders.is_missing("digits")
     card = load_card_file(str(placeholders.write_placeholder("cub200", tmp_path / "one")))
@@ -236,7 +241,7 @@ def test_a_placeholder_has_the_classes_and_numbers_of_a_card(tmp_path: Path) -> 
         ),
     ],
 )
-def test_contradictions_in_a_file(
+def test_contradictory_table_file_is_refused(
     table_file: Path, path: tuple[str, ...], value: Any, words: tuple[str, ...]
 ) -> None:
     body = yaml.safe_load(table_file.read_text())
@@ -259,7 +264,7 @@ def test_contradictions_in_a_file(
         ({"x": "bytes_per_task"}, ("no metric 'bytes_per_task'", "average_accuracy")),
     ],
 )
-def test_columns_that_do_not_exist(
+def test_unknown_columns_are_refused_before_training(
     table_file: Path, columns: dict[str, str], words: tuple[str, ...]
 ) -> None:
     body = yaml.safe_load(table_file.read_text())
@@ -271,10 +276,10 @@ def test_columns_that_do_not_exist(
         pipeline.reproduce(table_file, "paper", quiet=True)
     for word in words:
         assert word in str(error.value)
-    assert not (table_file.parent / "storage" / "stages").exists(), "before anything is trained"
+    assert not (table_file.parent / "storage" / "stages").exists(), "no training may start"
 
 
-def test_two_parts_must_not_become_one_run(table_file: Path) -> None:
+def test_parts_with_the_same_run_name_are_refused(table_file: Path) -> None:
     body = yaml.safe_load(table_file.read_text())
     body["scales"]["paper"]["parts"]["Here!"] = ["train.epochs=1"]
     table_file.write_text(yaml.safe_dump(body))
@@ -282,10 +287,10 @@ def test_two_parts_must_not_become_one_run(table_file: Path) -> None:
         reproduction.read_table(str(table_file), "paper")
 
 
-def test_a_plan_counts_stored_stages_of_data_that_are_gone(
+def test_plan_reuses_stored_stages_of_deleted_data(
     table_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The storage has the shards, so nothing is missing."""
+    """The storage has the shards, so that no data is missing."""
     pipeline.reproduce(table_file, "paper", quiet=True)
     shutil.rmtree(table_file.parent / "raw")
     capsys.readouterr()
@@ -295,7 +300,9 @@ def test_a_plan_counts_stored_stages_of_data_that_are_gone(
     assert "not on this machine" not in output
 
 
-def test_an_unknown_table_or_scale(table_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_tables_scales_and_invalid_options_are_refused(
+    table_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["reproduce", "meat-tabel-1"]) == 2
     assert "meat-table-1" in capsys.readouterr().err
     assert cli.main(["reproduce", str(table_file), "--scale", "small"]) == 2

@@ -1,5 +1,4 @@
-"""What trials of a population take over from each other is a function of their records, for any
-number side by side."""
+"""Tests of population-based search: the start of a trial depends only on the trial records."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def parents(records: list[Trial], position: int = 1, seed: int = 0) -> list[int]
     return [start.parent for start in starts]
 
 
-def test_the_lower_quarter_takes_over_from_the_upper_one() -> None:
+def test_lowest_quarter_continues_from_trials_of_highest_quarter() -> None:
     records = records_of((0.5, 0.9, 0.1, 0.8, 0.6, 0.2, 0.7, 0.4))
     parent_of = parents(records)
     changed = [number for number in range(8) if parent_of[number] != number]
@@ -58,7 +57,7 @@ def test_the_lower_quarter_takes_over_from_the_upper_one() -> None:
     for number in (2, 5):
         start = choose_start(number, 1, records, SPACE, 0)
         assert start == choose_start(number, 1, records[::-1], SPACE, 0), (
-            "the order in which records are read says nothing"
+            "the order of the records must not matter"
         )
         assert start.params != records[start.parent]["rounds"][0]["params"]
     assert choose_start(1, 1, records, SPACE, 0).params == {"methods.meat.lambda": 0.1}
@@ -68,16 +67,18 @@ def test_the_lower_quarter_takes_over_from_the_upper_one() -> None:
     ("accuracies", "expected"),
     [([0.3], [0]), ([0.3, 0.3], [0, 1]), ([0.2, 0.3], [1, 1]), ([0.3, 0.2, 0.1], [0, 1, 0])],
 )
-def test_small_and_equal_populations(accuracies: list[float], expected: list[int]) -> None:
+def test_parents_of_small_and_tied_populations(
+    accuracies: list[float], expected: list[int]
+) -> None:
     assert parents(records_of(accuracies)) == expected
 
 
-def test_what_came_later_and_who_is_behind_change_nothing() -> None:
+def test_later_rounds_and_slower_trials_do_not_affect_the_start() -> None:
     records = [record(0, 0.9, 0.0), record(1, 0.1), record(2)]
     assert choose_start(1, 1, records, SPACE, 0).parent == 0
 
 
-def test_a_lineage_is_cut_at_the_tasks_that_come_before() -> None:
+def test_lineage_holds_only_results_of_earlier_tasks() -> None:
     results = [result_of("a"), result_of("b"), result_of("c")]
     trial = record(0)
     trial["results"] = results

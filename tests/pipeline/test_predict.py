@@ -1,5 +1,4 @@
-"""Promises of predict, bundle, tasks and the MLflow model: a finished run answers anywhere as it
-was evaluated, and mistakes get one sentence."""
+"""Tests of `predict`, `bundle`, `tasks` and the MLflow model of a finished run."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from tests import small_run
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Three tasks, one of them the base, under a star and a chain."""
+    """Run a star and a chain on three tasks, one of which is the base task."""
     folder = tmp_path_factory.mktemp("predict")
     config = small_run.write_config(
         folder / "config.yaml",
@@ -57,7 +56,7 @@ def images_of(folder: Path, task: str) -> list[Path]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("label", ["meat", "hat"])
-def test_predict_says_of_files_what_evaluation_counted(
+def test_predict_on_files_matches_the_evaluation_counts(
     run: Any, label: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder, config = run
@@ -81,7 +80,7 @@ def test_predict_says_of_files_what_evaluation_counted(
         assert len(text.splitlines()) == 1 + len(images)
 
 
-def test_a_folder_is_served_after_the_run_is_gone(
+def test_bundle_folder_gives_the_same_predictions_as_the_run(
     run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder, config = run
@@ -144,7 +143,7 @@ def test_tasks_are_listed_exported_removed_and_imported(
         (["IMAGE", "--method", "meat", "--task", "a", "--top", "-1"], "top is -1"),
     ],
 )
-def test_mistakes_of_predict_get_one_sentence(
+def test_invalid_predict_arguments_get_one_sentence(
     run: Any, argv: Any, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, config = run
@@ -154,7 +153,7 @@ def test_mistakes_of_predict_get_one_sentence(
     assert text.count("\n") == 1
 
 
-def test_other_mistakes_get_one_sentence(
+def test_invalid_tasks_and_bundle_arguments_are_refused(
     run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder, config = run
@@ -187,7 +186,7 @@ def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     client, uri, experiment = open_store(str(tmp_path_factory.mktemp("tracking")))
     with pytest.MonkeyPatch.context() as patch:
-        # `set_tracking_uri` would set it for the tests that come later, too
+        # `set_tracking_uri` would also apply to later tests
         patch.setenv("MLFLOW_TRACKING_URI", uri)
         yield SimpleNamespace(client=client, uri=uri, experiment=experiment)
 
@@ -213,7 +212,7 @@ MODELS = {
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", [*MODELS])
-def test_the_mlflow_model_gives_the_accuracy_that_was_recorded(
+def test_mlflow_model_reproduces_the_recorded_accuracy(
     lab: Any, tracking: Any, tmp_path: Path, name: Any
 ) -> None:
     import mlflow
@@ -230,7 +229,7 @@ def test_the_mlflow_model_gives_the_accuracy_that_was_recorded(
     assert right == run.recorded()
 
 
-def test_a_finished_run_gets_its_model_once_and_stays_as_it_was(
+def test_finished_run_gets_one_model_and_is_otherwise_unchanged(
     lab: Any, tracking: Any, tmp_path: Path
 ) -> None:
     from pipeline.tracking import publish
@@ -265,7 +264,7 @@ def test_a_finished_run_gets_its_model_once_and_stays_as_it_was(
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing that a process does after it reaches the server."""
+    """Simulates SIGKILL: after it, nothing from the process reaches the server."""
 
 
 MODEL_CALLS = (
@@ -281,7 +280,7 @@ MODEL_CALLS = (
 )
 
 
-def test_a_kill_while_a_model_is_logged_leaves_one_model_and_one_version(
+def test_logging_again_after_a_kill_creates_no_duplicate_model(
     lab: Any, tracking: Any, tmp_path: Path
 ) -> None:
     from mlflow import MlflowClient
@@ -343,7 +342,7 @@ def loaded(lab: Any, tracking: Any, tmp_path_factory: pytest.TempPathFactory) ->
         ({"image": 3, "task": "two"}, {}, "image 0 is a int"),
     ],
 )
-def test_the_mlflow_model_refuses_with_a_400_and_a_sentence(
+def test_mlflow_model_refuses_invalid_requests_with_status_400(
     loaded: Any, record: Any, params: Any, sentence: str
 ) -> None:
     from mlflow.exceptions import MlflowException
@@ -357,7 +356,7 @@ def test_the_mlflow_model_refuses_with_a_400_and_a_sentence(
     assert "\n" not in str(error.value)
 
 
-def test_the_mlflow_model_takes_records_bytes_and_lists(loaded: Any) -> None:
+def test_mlflow_model_accepts_records_bytes_and_lists(loaded: Any) -> None:
     import numpy as np
     import pandas as pd
 
@@ -388,9 +387,7 @@ def test_the_mlflow_model_takes_records_bytes_and_lists(loaded: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_mlflow_model_loads_where_there_is_no_checkout(
-    loaded: Any, tracking: Any, tmp_path: Path
-) -> None:
+def test_mlflow_model_loads_without_a_checkout(loaded: Any, tracking: Any, tmp_path: Path) -> None:
     run, _ = loaded
     (tmp_path / "image").write_bytes(run.images("two")[0][0])
     image = base64.b64encode(run.images("two")[0][0]).decode()

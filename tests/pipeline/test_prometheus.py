@@ -1,5 +1,4 @@
-"""Metrics for Prometheus: what they say of a run, and that Prometheus itself reads them and answers
-the queries of docs/tracking.md."""
+"""Tests of the Prometheus metrics: values, addresses, samples, and the documented queries."""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ def text_of_run(of: LiveStatus) -> str:
     return generate_latest(registry).decode()
 
 
-def test_the_metrics_say_what_the_status_says() -> None:
+def test_metrics_match_the_status() -> None:
     lines = text_of_run(status()).splitlines()
     samples = [line for line in lines if not line.startswith("#")]
     labels = 'run="two-tasks",stage="s2",where="group 0 on 10.0.0.1"'
@@ -138,19 +137,19 @@ def test_the_metrics_say_what_the_status_says() -> None:
         ("head-node:9464", ("head-node", 9464)),
     ],
 )
-def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) -> None:
+def test_address_is_parsed_into_host_and_port(text: str, address: tuple[str, int]) -> None:
     assert parse_address(text) == address
 
 
 @pytest.mark.parametrize("value", ["here", "host:", "host:99999", "host:http", "a:b:80", True, -1])
-def test_what_is_no_address_is_refused_before_anything_runs(value: Any, tmp_path: Path) -> None:
+def test_invalid_address_is_refused_when_the_config_is_loaded(value: Any, tmp_path: Path) -> None:
     body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, "a"), ["linear"])
     body["tracking"] = {"prometheus": value}
     with pytest.raises(UserError, match=r"tracking\.prometheus"):
         pipeline.load(small_run.write_config(tmp_path / "config.yaml", body))
 
 
-def test_an_address_in_use_is_one_sentence() -> None:
+def test_address_in_use_gives_a_user_error() -> None:
     with (
         serve_metrics("0", metrics) as url,
         pytest.raises(UserError, match=r"^tracking\.prometheus is .*nothing can listen there"),
@@ -166,7 +165,7 @@ def read(url: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_answers_while_it_goes_on_and_not_after_it(
+def test_metrics_are_served_only_while_the_run_is_active(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machine, "SAMPLE_S", 0.01)
@@ -195,7 +194,7 @@ def test_a_run_answers_while_it_goes_on_and_not_after_it(
         read(urls[0])
 
 
-def test_a_sample_is_of_this_machine_and_has_the_names_of_mlflow() -> None:
+def test_machine_is_sampled_and_points_have_mlflow_names() -> None:
     sample = sample_machine(torch.device("cpu"))
     assert 0 <= sample["cpu"] <= 1
     assert sample["memory_bytes"] > 1_000_000
@@ -210,13 +209,13 @@ def test_a_sample_is_of_this_machine_and_has_the_names_of_mlflow() -> None:
     }
 
 
-def test_a_gpu_without_figures_of_its_use_does_not_end_the_sampling(
+def test_gpu_without_utilization_does_not_stop_sampling(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a part of a GPU under MIG."""
+    """A MIG partition of a GPU does not report its utilization."""
 
     class NVMLError(Exception):
-        """It derives from Exception alone, as that of nvidia-ml-py."""
+        """An error that derives directly from Exception, as in nvidia-ml-py."""
 
     def refuse(device: torch.device) -> int:
         raise NVMLError("Not Supported")
@@ -234,23 +233,23 @@ def test_a_gpu_without_figures_of_its_use_does_not_end_the_sampling(
     assert all(sample["gpus"] == {"1": gpu} for sample in samples)
 
 
-def test_a_period_of_zero_samples_nothing() -> None:
+def test_sampling_period_of_zero_disables_sampling() -> None:
     samples: list[MachineSample] = []
     with sampling(torch.device("cpu"), samples.append, 0.0):
         time.sleep(0.05)
     assert samples == []
 
 
-# ---- Prometheus itself ---------------------------------------------------------------------------
+# ---- a real Prometheus server --------------------------------------------------------------------
 def queries() -> list[str]:
-    """Return the queries that docs/tracking.md has for people."""
+    """Return the queries in docs/tracking.md."""
     blocks = re.findall(r"```promql\n(.*?)```", text_of("docs/tracking.md"), re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.strip()]
 
 
 @contextmanager
 def running_prometheus(folder: Path, targets: list[str]) -> Iterator[str]:
-    """Inside, Prometheus reads `targets` each half second; yield the URL of its interface."""
+    """Run a Prometheus that reads `targets` every 0.5 s, and yield the URL of its query API."""
     config = folder / "prometheus.yml"
     jobs = [{"job_name": "accrete", "static_configs": [{"targets": targets}]}]
     body = {"global": {"scrape_interval": "500ms"}, "scrape_configs": jobs}
@@ -271,7 +270,7 @@ def running_prometheus(folder: Path, targets: list[str]) -> Iterator[str]:
 
 
 def ask(url: str, query: str) -> list[Any]:
-    """Return the results of a query; none while Prometheus starts."""
+    """Return the results of a query, or an empty list while Prometheus starts."""
     try:
         answer = json.loads(read(url + urllib.parse.quote(query)))
     except OSError:

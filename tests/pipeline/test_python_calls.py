@@ -1,4 +1,4 @@
-"""What the calls of `import pipeline` return, on a run of seconds: what its commands print."""
+"""Tests of the Python API (`import pipeline`): its results match the output of the commands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHORT_PAGE = {"report.html": b"<html><body></body></html>"}
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pipeline.Experiment]:
-    """A finished run of two methods on two tasks; its report has no pictures, to save seconds."""
+    """Run two methods on two tasks; the report is a stub, to save seconds."""
     folder = tmp_path_factory.mktemp("finished")
     body = small_run.make_body(folder, small_run.make_cards(folder, "ab"), ["meat", "linear"])
     with pytest.MonkeyPatch.context() as patch:
@@ -39,14 +39,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pipeline.Expe
 
 @pytest.fixture
 def other(finished: pipeline.Experiment, tmp_path: Path) -> pipeline.Experiment:
-    """The same run in a copy of its storage, which a test may change."""
+    """Return the same run in a copy of its storage that a test may change."""
     storage = tmp_path / "storage"
     shutil.copytree(finished.config.storage, storage)
     return pipeline.load(str(finished.source), storage=storage)
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What a command prints."""
+    """Run a command and return its output."""
     capsys.readouterr()
     assert cli.main([*argv]) == 0
     return capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_ingest_counts_images_and_trains_nothing(
     assert statuses["linear/a/train"] == "miss"
 
 
-def test_a_part_of_a_graph_is_run_and_watched(tmp_path: Path, quick: None) -> None:
+def test_until_only_and_force_run_selected_stages(tmp_path: Path, quick: None) -> None:
     body = small_run.make_body(
         tmp_path, small_run.make_cards(tmp_path, "a"), ["linear"], train={"epochs": 1}
     )
@@ -84,14 +84,16 @@ def test_a_part_of_a_graph_is_run_and_watched(tmp_path: Path, quick: None) -> No
     assert states["linear/a/train"] == "done"
     assert states["linear/a/evaluate"] == "missing"
     forecast = experiment.cost().set_index("label")
-    assert forecast.loc["together", "stages"] == (states == "missing").sum() - 1  # the report
+    assert (
+        forecast.loc["together", "stages"] == (states == "missing").sum() - 1
+    )  # without the report
     experiment.run(quiet=True, only=["linear/a/evaluate"])
     assert experiment.run(quiet=True, force="linear/a/evaluate").matrix["rate"].notna().all()
     with pytest.raises(UserError, match="--until"):
         experiment.run(quiet=True, until="nothing")
 
 
-def test_the_plan_has_training_cost_and_a_picture(
+def test_experiment_gives_training_table_and_graph_picture(
     finished: pipeline.Experiment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = printed(capsys, "plan", str(finished.source))
@@ -104,7 +106,7 @@ def test_the_plan_has_training_cost_and_a_picture(
 
 
 # ---- after a run ---------------------------------------------------------------------------------
-def test_status_and_logs_are_those_of_the_commands(
+def test_status_and_logs_match_the_commands(
     finished: pipeline.Experiment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = finished.status().set_index("id")
@@ -119,7 +121,7 @@ def test_status_and_logs_are_those_of_the_commands(
         finished.logs("meat/a/trian")
 
 
-def test_the_report_is_written_again(other: pipeline.Experiment) -> None:
+def test_report_rewrites_a_deleted_page(other: pipeline.Experiment) -> None:
     results = other.results()
     Path(results.report).unlink(missing_ok=True)
     written = other.report()
@@ -140,7 +142,7 @@ def test_an_analysis_has_tables_and_pictures(other: pipeline.Experiment) -> None
 
 
 @pytest.mark.usefixtures("small_pictures")
-def test_runs_are_laid_side_by_side_in_any_form(
+def test_compare_accepts_experiments_names_results_and_files(
     finished: pipeline.Experiment, other: pipeline.Experiment, tmp_path: Path
 ) -> None:
     file = tmp_path / "results.json"
@@ -163,7 +165,7 @@ def test_runs_are_laid_side_by_side_in_any_form(
         finished.results().save(tmp_path / "nowhere/a")
 
 
-def test_a_model_folder_is_opened_and_its_tasks_are_moved(
+def test_tasks_of_a_model_folder_are_exported_removed_and_imported(
     finished: pipeline.Experiment, tmp_path: Path
 ) -> None:
     model = finished.results().model("linear")
@@ -210,7 +212,7 @@ def test_a_task_is_written_as_onnx(finished: pipeline.Experiment, tmp_path: Path
 
 
 # ---- the storage ---------------------------------------------------------------------------------
-def test_garbage_is_told_and_then_deleted(other: pipeline.Experiment) -> None:
+def test_collect_garbage_lists_then_deletes(other: pipeline.Experiment) -> None:
     storage = Path(other.config.storage)
     assert pipeline.collect_garbage(storage).empty
     shutil.rmtree(storage / "runs" / "small")
@@ -224,7 +226,7 @@ def test_garbage_is_told_and_then_deleted(other: pipeline.Experiment) -> None:
     assert not any((storage / path).exists() for path in garbage["path"])
 
 
-def test_shards_are_urls(finished: pipeline.Experiment) -> None:
+def test_shards_are_listed_as_urls(finished: pipeline.Experiment) -> None:
     shards = pipeline.shards(str(finished.source))
     assert list(shards["card"].unique()) == ["a", "b"]
     assert set(shards["split"]) == {"train", "test"}
@@ -247,7 +249,7 @@ def test_methods_and_their_settings_are_tables() -> None:
         pipeline.method_settings("met")
 
 
-def test_data_sets_are_a_table_without_the_cards_that_cannot_be_read(
+def test_data_sets_table_skips_unreadable_cards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with warnings.catch_warnings():
@@ -260,7 +262,7 @@ def test_data_sets_are_a_table_without_the_cards_that_cannot_be_read(
         assert list(pipeline.data_sets()["card"]) == ["digits"]
 
 
-def test_a_config_is_written_under_a_name(
+def test_write_config_uses_the_given_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -293,7 +295,7 @@ def test_trials_of_a_search_are_a_table(tmp_path: Path) -> None:
 
 
 def search_file(folder: Path) -> str:
-    """A search of two points over a small base."""
+    """Write a search of two points over a small base; return its path."""
     body = small_run.make_body(
         folder,
         small_run.make_cards(folder, "a"),
@@ -307,7 +309,9 @@ def search_file(folder: Path) -> str:
     return small_run.write_config(folder / "tiny.yaml", {**search, "seeds": [3]})
 
 
-def test_a_search_is_read_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_search_applies_and_checks_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = search_file(tmp_path)
     monkeypatch.chdir(tmp_path)
     search = pipeline.load_search(Path("tiny.yaml"), **{"seeds": [1, 2], "train.epochs": 2})

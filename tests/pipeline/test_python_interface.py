@@ -1,4 +1,4 @@
-"""Promises of `import pipeline`: what is public, light to import, and what it gives as pandas."""
+"""Tests of the Python interface: public names, import time, experiments, and pandas results."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ PUBLIC = [
 
 # ---- the module ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("items", [{}, {"task": "a", "class_name": "b"}])
-def test_exactly_one_item_is_removed(items: dict[str, Any]) -> None:
+def test_remove_data_requires_exactly_one_item(items: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="exactly one"):
         pipeline.remove_data("config.yaml", **items)
 
 
-def test_what_is_public_is_listed_and_documented() -> None:
+def test_public_names_are_listed_and_documented() -> None:
     assert pipeline.__all__ == PUBLIC
     assert set(PUBLIC) <= set(dir(pipeline))
     for name in PUBLIC:
@@ -107,7 +107,7 @@ def test_what_is_public_is_listed_and_documented() -> None:
         _ = pipeline.nothing
 
 
-def test_the_import_is_light_from_any_folder(tmp_path: Path) -> None:
+def test_package_import_loads_no_heavy_modules(tmp_path: Path) -> None:
     script = "import json, sys, pipeline; print(json.dumps(sorted(sys.modules)))"
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, check=True, capture_output=True, timeout=900)
@@ -119,11 +119,11 @@ def test_the_import_is_light_from_any_folder(tmp_path: Path) -> None:
     "value",
     [1, 2.5, 1e-05, True, None, "a: b", "yes", "01", "é", [0, 1], {"lr": 1e-3, "steps": {}}],
 )
-def test_an_override_is_what_set_reads(value: Any) -> None:
+def test_formatted_override_is_parsed_back_unchanged(value: Any) -> None:
     assert parse_override(format_override("train.x", value)) == ("train.x", value)
 
 
-def test_paths_and_numbers_of_numpy_are_plain_values() -> None:
+def test_paths_and_numpy_numbers_are_formatted_as_plain_values() -> None:
     assert format_override("storage", Path("a")) == 'storage="a"'
     assert format_override("seeds", [np.int64(3)]) == "seeds=[3]"
 
@@ -149,7 +149,7 @@ def config_path(tmp_path: Path) -> str:
         ({"methods": {"nothing": {}}}, "nothing"),
     ],
 )
-def test_a_mistake_is_the_sentence_of_the_command_line(
+def test_python_and_command_line_give_the_same_error(
     overrides: dict[str, Any], words: str, config_path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UserError, match=words) as raised:
@@ -159,7 +159,7 @@ def test_a_mistake_is_the_sentence_of_the_command_line(
     assert capsys.readouterr().err == f"accrete: {raised.value}\n"
 
 
-def test_a_plan_is_a_row_for_each_stage(config_path: str) -> None:
+def test_plan_has_a_row_for_each_stage(config_path: str) -> None:
     experiment = pipeline.load(Path(config_path), seed=7)
     assert experiment.name == "small-seed-7"
     plan = experiment.plan()
@@ -170,7 +170,7 @@ def test_a_plan_is_a_row_for_each_stage(config_path: str) -> None:
 
 
 # ---- a mapping, data, and other folders ----------------------------------------------------------
-def test_a_mapping_is_the_same_run_as_its_file(
+def test_mapping_gives_the_same_run_as_a_config_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -180,7 +180,7 @@ def test_a_mapping_is_the_same_run_as_its_file(
     body["train"]["epochs"] = np.int64(2)
     body["stream"]["tasks"] = tuple(body["stream"]["tasks"])
     from_mapping = pipeline.load(MappingProxyType(body), seed=7)
-    body.clear()  # it was copied
+    body.clear()  # `load` has copied it
     assert from_mapping.config == from_file.config
     assert from_mapping.name == "small-seed-7"
     assert from_mapping.plan().equals(from_file.plan())
@@ -190,7 +190,7 @@ def test_a_mapping_is_the_same_run_as_its_file(
     assert repr(from_mapping) == "<Experiment small-seed-7: the config seed=7>"
 
 
-def test_a_mapping_extends_files_of_the_current_folder(
+def test_mapping_can_extend_a_config_in_the_current_folder(
     config_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(config_path).parent)
@@ -212,7 +212,7 @@ def test_a_mapping_extends_files_of_the_current_folder(
         ("nothing", "^nothing does not exist"),
     ],
 )
-def test_what_cannot_be_loaded_is_one_sentence(
+def test_config_that_cannot_be_loaded_gives_a_user_error(
     config: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -220,7 +220,7 @@ def test_what_cannot_be_loaded_is_one_sentence(
         pipeline.load(config)
 
 
-def test_data_becomes_the_card_and_the_config_that_the_command_line_writes(
+def test_loading_data_writes_same_files_as_the_init_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -237,7 +237,7 @@ def test_data_becomes_the_card_and_the_config_that_the_command_line_writes(
     assert pipeline.load(paths).config.seed == 8
 
 
-def test_a_card_inside_a_mapping_becomes_a_file(
+def test_card_in_a_mapping_is_written_to_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -245,7 +245,7 @@ def test_a_card_inside_a_mapping_becomes_a_file(
     card = yaml.safe_load(Path(path).read_text())
     body = small_run.make_body(tmp_path, {"a": path}, ["linear"])
     keys = pipeline.load(body).plan()["key"]
-    card["source"]["path"] = Path("raw/a")  # from the current folder
+    card["source"]["path"] = Path("raw/a")  # relative to the current folder
     body["stream"]["tasks"][0]["card"] = card
     assert list(pipeline.load(body).plan()["key"]) == list(keys)
     assert yaml.safe_load(Path("a-card.yaml").read_text())["source"]["path"] == "raw/a"
@@ -259,7 +259,7 @@ def test_a_card_inside_a_mapping_becomes_a_file(
         pipeline.load(body)
 
 
-def test_an_experiment_stays_where_it_was_loaded(
+def test_experiment_works_in_the_folder_where_it_was_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -302,7 +302,7 @@ def test_a_failed_analysis_restores_the_working_directory(
     kept: list[Any] = []
 
     def analyse(runs: Any, *arguments: Any) -> None:
-        kept.append(runs)  # a reference as in a traceback: the generator is not collected
+        kept.append(runs)  # keep a reference, as a traceback does: the generator is not collected
         next(runs)
         assert Path.cwd() == tmp_path
         raise UserError("the run is not finished")
@@ -317,7 +317,7 @@ def test_a_failed_analysis_restores_the_working_directory(
     assert Path.cwd() == elsewhere
 
 
-def test_the_command_that_resumes_a_run_works_from_the_current_folder(
+def test_resume_command_works_from_the_current_folder(
     config_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[str] = []
@@ -343,7 +343,7 @@ def test_the_command_that_resumes_a_run_works_from_the_current_folder(
     assert commands[4:] == [again.format("run"), again.format("report")]
 
 
-def test_runs_are_a_row_for_each_method(storage: str, tmp_path: Path) -> None:
+def test_runs_table_has_a_row_for_each_method(storage: str, tmp_path: Path) -> None:
     Store(storage).save_record(fake_run.record())
     frame = pipeline.runs(Path(storage))
     assert list(frame["label"]) == list(fake_run.METHODS)
@@ -354,10 +354,10 @@ def test_runs_are_a_row_for_each_method(storage: str, tmp_path: Path) -> None:
 
 # ---- the command line ----------------------------------------------------------------------------
 class Entered(Exception):
-    """Raised by a function that both shall call."""
+    """Raised by a function that the command and the Python call must both enter."""
 
 
-# a function, a command that enters it, and the call from Python that enters it too
+# module and function, the command that calls the function, and the Python call that does so too
 PAIRS: list[tuple[Any, str, list[str], Any]] = [
     (app, "prepare", ["plan", "CONFIG"], lambda e: e.plan()),
     (app, "prepare", ["run", "CONFIG"], lambda e: e.run()),
@@ -435,8 +435,8 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
     ),
     (shard_urls, "find_requested", ["shards", "digits"], lambda e: pipeline.shards("digits")),
 ]
-# they are processes, or a matter of the shell, of editors, of a cluster's own tools, and of the
-# documents of a checkout
+# Commands without a Python call: they start processes, or serve the shell, editors, the tools of a
+# cluster or the documents of a checkout.
 ON_THE_COMMAND_LINE_ALONE = {
     "serve",
     "ui",
@@ -449,7 +449,7 @@ ON_THE_COMMAND_LINE_ALONE = {
 
 
 def a_search() -> pipeline.SearchExperiment:
-    """A search of the current folder, over its config."""
+    """Return a search in the current folder over the config there."""
     body = {
         "base": "config.yaml",
         "set": {"data": {"val_fraction": 0.3}, "methods": {"meat": {}}},
@@ -460,7 +460,7 @@ def a_search() -> pipeline.SearchExperiment:
 
 
 @pytest.mark.parametrize(("module", "function", "command", "call"), PAIRS)
-def test_commands_go_through_the_functions_of_the_interface(
+def test_commands_and_python_calls_use_the_same_functions(
     module: Any,
     function: str,
     command: list[str],
@@ -470,7 +470,7 @@ def test_commands_go_through_the_functions_of_the_interface(
 ) -> None:
     experiment = pipeline.load(config_path)
 
-    plans = []  # keys of the stages, by id, of each run that the function is given
+    plans = []  # stage id -> key, for each run that is passed to the function
 
     def enter(*args: Any, **options: Any) -> Any:
         plans.append([run.keys for run in args if isinstance(run, PreparedRun)])
@@ -486,12 +486,12 @@ def test_commands_go_through_the_functions_of_the_interface(
     assert plans[0] == plans[1]
 
 
-def test_every_command_has_a_call_from_python() -> None:
+def test_every_command_has_a_python_call_or_is_exempt() -> None:
     commands = set(list_subparsers(cli.parser()).choices)
     assert commands == {command[0] for _, _, command, _ in PAIRS} | ON_THE_COMMAND_LINE_ALONE
 
 
-# modules through which people call from Python
+# modules of the Python interface
 INTERFACE = (
     "pipeline",
     "pipeline.app.experiment",
@@ -500,7 +500,7 @@ INTERFACE = (
     "pipeline.results.model",
     "pipeline.search.experiment",
 )
-# what else the modules of commands import, a module or all of a folder, and what for
+# other modules or whole packages that the command modules import -> their purpose
 FOR_COMMANDS_ALONE = {
     "pipeline.app.measuring": "measure",
     "pipeline.data.csv_text": "predict --csv; from Python, `to_csv` of the data frame",
@@ -532,7 +532,7 @@ FOR_COMMANDS_ALONE = {
 }
 
 
-def test_the_command_line_imports_nothing_beside_the_interface() -> None:
+def test_command_line_imports_only_the_interface_and_listed_modules() -> None:
     graph = grimp.build_graph(
         "pipeline",
         "workers",
@@ -542,7 +542,7 @@ def test_the_command_line_imports_nothing_beside_the_interface() -> None:
     )
 
     def find_imports(modules: Iterable[str]) -> set[str]:
-        """The modules of this project that some modules import, also inside functions."""
+        """Return the project modules that `modules` import, also inside functions."""
         found = {name for one in modules for name in graph.find_modules_directly_imported_by(one)}
         return {name for name in found if name.startswith(("pipeline.", "workers."))}
 
@@ -553,14 +553,14 @@ def test_the_command_line_imports_nothing_beside_the_interface() -> None:
 
 
 def exception_of(module: str) -> str:
-    """The exception that a module is or belongs to, else its own name."""
+    """Return the entry of FOR_COMMANDS_ALONE that covers a module, else the module itself."""
     for name in FOR_COMMANDS_ALONE:
         if f"{module}.".startswith(f"{name}."):
             return name
     return module
 
 
-def test_predict_asks_the_function_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predict_command_and_model_use_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
     def enter(*args: Any) -> Any:
         raise Entered
 
@@ -582,7 +582,7 @@ def no_model(replica: str, label: str) -> Any:
 
 @pytest.fixture(scope="module")
 def results(storage: str) -> Results:
-    """The results of the fake run, and the same under another seed."""
+    """Return the results of the fake run under two seeds."""
     tables = {}
     for seed in (0, 1):
         record = fake_run.record()
@@ -591,7 +591,7 @@ def results(storage: str) -> Results:
     return Results("tiny", tables, no_model, "")
 
 
-def test_tables_have_the_rows_of_every_replica_and_method(results: Results) -> None:
+def test_tables_have_rows_for_every_replica_and_method(results: Results) -> None:
     one = results.tables["seed-0"]
     frames = {"summary": results.summary, "matrix": results.matrix, "sizes": results.sizes}
     for name, frame in frames.items():
@@ -603,7 +603,7 @@ def test_tables_have_the_rows_of_every_replica_and_method(results: Results) -> N
     assert last.loc["meat", "average_accuracy"] == expected
 
 
-def test_the_matrix_of_a_method_has_tasks_on_both_axes(results: Results) -> None:
+def test_accuracy_matrix_has_tasks_on_both_axes(results: Results) -> None:
     matrix = results.accuracy_matrix("finetune", "seed-1")
     assert list(matrix.index) == list(matrix.columns) == results.tables["seed-0"].tasks("finetune")
     expected = results.tables["seed-0"].matrix("finetune").rates
@@ -611,7 +611,7 @@ def test_the_matrix_of_a_method_has_tasks_on_both_axes(results: Results) -> None
     assert (matrix.index.name, matrix.columns.name) == ("after", "task")
 
 
-def test_masks_are_shares_and_arrays(results: Results) -> None:
+def test_masks_are_available_as_shares_and_arrays(results: Results) -> None:
     masks = results.masks("birds")
     arrays = results.mask_arrays("birds", "meat", "seed-0")
     rows = masks[(masks["label"] == "meat") & (masks["seed"] == 0)]
@@ -628,12 +628,14 @@ def test_masks_are_shares_and_arrays(results: Results) -> None:
         (lambda r: r.masks("bird"), "task is 'bird', .* did you mean 'birds'"),
     ],
 )
-def test_what_the_run_does_not_have_is_one_sentence(ask: Any, words: str, results: Results) -> None:
+def test_unknown_or_ambiguous_selection_gives_a_user_error(
+    ask: Any, words: str, results: Results
+) -> None:
     with pytest.raises(UserError, match=words):
         ask(results)
 
 
-def test_without_pandas_one_sentence_says_so(
+def test_missing_pandas_gives_a_user_error(
     results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
@@ -643,7 +645,7 @@ def test_without_pandas_one_sentence_says_so(
 
 
 # ---- a run in this process -----------------------------------------------------------------------
-def test_a_run_goes_on_where_it_stopped_and_names_the_command(
+def test_model_needs_a_finished_run_and_rerun_reuses_results(
     tmp_path: Path,
     quick: None,
     capsys: pytest.CaptureFixture[str],
@@ -655,7 +657,9 @@ def test_a_run_goes_on_where_it_stopped_and_names_the_command(
     with pytest.raises(UserError, match="finish the run with `python -m pipeline run` first"):
         experiment.results().model()
     capsys.readouterr()
-    monkeypatch.setenv("TERM", "xterm-color")  # as in a notebook, whose output is not a terminal
+    monkeypatch.setenv(
+        "TERM", "xterm-color"
+    )  # as in a notebook, where the output is not a terminal
     results = experiment.run()
     printed = capsys.readouterr().out
     assert "linear/a/evaluate: a " in printed
@@ -671,7 +675,7 @@ def test_a_run_goes_on_where_it_stopped_and_names_the_command(
 
 
 @pytest.mark.slow
-def test_a_run_of_two_seeds_and_its_models_answer_as_it_was_evaluated(
+def test_models_of_two_seeds_answer_as_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cards = small_run.make_cards(tmp_path, "ab")

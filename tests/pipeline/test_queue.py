@@ -1,4 +1,4 @@
-"""`Queue` hands ready stages to worker groups and their events to the driver; stepped by hand."""
+"""Tests of `Queue`, which hands ready stages to worker groups and their events to the driver."""
 
 import random
 from typing import Any
@@ -16,25 +16,25 @@ def stage(name: str, *parents: str) -> Stage:
 
 
 def take(queue: Queue, group: int) -> Stage:
-    """Return the stage that a group gets, which must get one."""
+    """Return the next stage of a group, and check that there is one."""
     taken = queue.next_stage(group)
     assert isinstance(taken, Stage)
     return taken
 
 
 def taken_id(queue: Queue, group: int) -> str:
-    """Return the id of the stage that a group gets."""
+    """Return the id of the next stage of a group."""
     return take(queue, group).id
 
 
 def news_of(queue: Queue) -> QueueNews:
-    """Return what happened since the last call, without the starts of stages."""
+    """Return the news since the last call, without `started` events."""
     events, rank_nodes = queue.offer([])
     ends = [event for event in events if event.kind is not EventKind.STARTED]
     return QueueNews(ends, rank_nodes)
 
 
-def test_the_deepest_stage_goes_first_and_a_chain_keeps_its_group() -> None:
+def test_deepest_stage_is_taken_first_then_child_of_last_stage() -> None:
     a = stage("a")
     b = stage("b")
     child = stage("child", "last")
@@ -64,7 +64,7 @@ def test_group_asking_early_has_lost_its_stage() -> None:
     assert [(e.kind, e.stage) for e in events] == [("lost", "a")]
 
 
-def test_a_stage_that_ended_is_not_lost() -> None:
+def test_finished_stage_is_not_reported_lost() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.next_stage(0)
@@ -74,7 +74,7 @@ def test_a_stage_that_ended_is_not_lost() -> None:
     assert [e.kind for e in events] == ["done"]
 
 
-def test_of_several_ranks_that_report_a_failure_the_first_counts() -> None:
+def test_first_failure_report_of_several_ranks_counts() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.next_stage(0)
@@ -121,7 +121,9 @@ def test_a_dismissed_group_stops_after_its_stage_or_at_once() -> None:
     queue.dismiss([1], at_once=True)
     queue.dismiss([1], at_once=False)
     assert queue.post(0, Event(EventKind.PROGRESS, first.id)) is False
-    assert queue.post(1, Event(EventKind.PROGRESS, second.id)) is True, "the first dismissal stands"
+    assert queue.post(1, Event(EventKind.PROGRESS, second.id)) is True, (
+        "the first dismissal must hold"
+    )
     queue.post(0, Event(EventKind.DONE, first.id))
     queue.post(1, Event(EventKind.MOVED, second.id))
     assert queue.next_stage(0) == queue.next_stage(1) == "stop"
@@ -131,7 +133,7 @@ def test_a_dismissed_group_stops_after_its_stage_or_at_once() -> None:
     assert taken_id(queue, 1) == "c", "a group that joins again is not dismissed"
 
 
-def test_events_of_a_stage_that_a_group_no_longer_has_are_ignored() -> None:
+def test_events_of_a_stage_taken_from_a_group_are_ignored() -> None:
     queue = Queue()
     queue.offer([ReadyStage(1, stage("a")), ReadyStage(0, stage("b"))])
     queue.next_stage(0)
@@ -164,7 +166,7 @@ def test_a_closed_queue_stops_every_group() -> None:
 
 
 def idle_after(queue: Queue, *groups: tuple[int, str]) -> None:
-    """Let each group run its stage, and then ask for another one, which there is not."""
+    """Let each group finish its stage, and then ask for another one while none is ready."""
     for group, name in groups:
         queue.offer([ReadyStage(0, stage(name))])
         assert taken_id(queue, group) == name
@@ -172,7 +174,7 @@ def idle_after(queue: Queue, *groups: tuple[int, str]) -> None:
     assert not any(queue.next_stage(group) for group, _ in groups)
 
 
-def test_a_child_is_reserved_for_the_idle_group_that_ran_its_parent() -> None:
+def test_child_stage_is_reserved_for_idle_group_of_its_parent() -> None:
     queue = Queue()
     idle_after(queue, (0, "a"), (1, "b"))
     queue.offer([ReadyStage(2, stage("after-a", "a")), ReadyStage(1, stage("evaluate-a", "a"))])
@@ -180,7 +182,7 @@ def test_a_child_is_reserved_for_the_idle_group_that_ran_its_parent() -> None:
     assert taken_id(queue, 0) == "after-a"
 
 
-def test_a_stage_reserved_for_a_group_that_stops_asking_goes_to_another_group() -> None:
+def test_reserved_stage_goes_elsewhere_if_its_group_stops_asking() -> None:
     queue = Queue()
     idle_after(queue, (0, "a"), (1, "b"))
     queue.offer([ReadyStage(2, stage("after-a", "a"))])
@@ -189,7 +191,7 @@ def test_a_stage_reserved_for_a_group_that_stops_asking_goes_to_another_group() 
     assert [t.id for t in taken if isinstance(t, Stage)] == ["after-a"]
 
 
-def test_a_stage_reserved_for_an_abandoned_group_goes_to_another_group_at_once() -> None:
+def test_reserved_stage_is_released_at_once_if_group_is_abandoned() -> None:
     queue = Queue()
     idle_after(queue, (0, "a"), (1, "b"))
     queue.offer([ReadyStage(2, stage("after-a", "a"))])
@@ -198,7 +200,7 @@ def test_a_stage_reserved_for_an_abandoned_group_goes_to_another_group_at_once()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_ready_stages_keep_exhaustive_search_order(seed: Any) -> None:
+def test_ready_queue_order_matches_exhaustive_search(seed: Any) -> None:
     rng = random.Random(seed)
     queue = ReadyQueue()
     ready_stages: list[ReadyStage] = []
@@ -224,7 +226,7 @@ def test_ready_stages_keep_exhaustive_search_order(seed: Any) -> None:
         assert len(queue) == len(ready_stages)
 
 
-def test_a_group_takes_stages_of_its_pool_alone() -> None:
+def test_group_takes_only_stages_of_its_pool() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a")), ReadyStage(9, stage("e"), pool=1)])
     assert taken_id(queue, 3) == "a"
@@ -232,7 +234,7 @@ def test_a_group_takes_stages_of_its_pool_alone() -> None:
     assert taken_id(queue, STRIDE) == "e"
 
 
-def test_a_stage_that_took_too_long_failed_and_its_group_is_given_up() -> None:
+def test_timed_out_stage_fails_and_its_group_is_abandoned() -> None:
     seconds = iter([10.0, 25.0])
     queue = Queue(clock=lambda: next(seconds))
     queue.offer([ReadyStage(0, stage("a"))])
@@ -240,17 +242,17 @@ def test_a_stage_that_took_too_long_failed_and_its_group_is_given_up() -> None:
     queue.next_stage(0)
     running = queue.list_running_stages()
     assert (running[0].stage.id, running[0].seconds) == ("a", 15.0)
-    assert not queue.time_out(0, "b", "late"), "it runs another stage"
+    assert not queue.time_out(0, "b", "late"), "the group runs another stage"
     assert queue.time_out(0, "a", "late")
     assert not queue.time_out(0, "a", "late")
     events, rank_nodes = news_of(queue)
     assert [(e.kind, e.stage, e.message) for e in events] == [("failed", "a", "late")]
     assert rank_nodes == {}
-    assert queue.next_stage(0) is None, "what is left of the group gets nothing"
+    assert queue.next_stage(0) is None, "remaining workers of the group must get no stage"
 
 
-def test_each_stage_that_a_group_takes_is_an_event_with_nodes_and_gpus() -> None:
-    """However short the stage is: the event stands in the queue before that of its end."""
+def test_taken_stage_posts_started_event_with_nodes_and_gpus() -> None:
+    """The `started` event precedes the `done` event, even for a very short stage."""
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.join(2, [Rank("node-1", "3"), Rank("node-2")])

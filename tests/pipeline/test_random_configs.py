@@ -1,6 +1,6 @@
-"""A config drawn at random from the JSON schema is refused by `plan`, or runs to its end.
+"""Tests of random configs from the JSON schema: `plan` refuses them, or they run to the end.
 
-Some facts are known only when a stage runs; it then stops with a sentence.
+Some errors can only be found when a stage runs; the stage then stops with a known message.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from workers.job import DataSettings, TrainSettings
 from workers.methods import METHODS
 
 NUM_RUNS = 300
-NUM_QUICK = 20  # of these runs are in `make test`
+NUM_QUICK = 20  # number of these runs in `make test`
 OF_EVERY_METHOD = ("method", "train", "data", "steps", "tasks")
-SENTENCES = (  # of a stage, which no plan can foresee
+SENTENCES = (  # errors of a stage that a plan cannot foresee
     r"the loss became .*, and training cannot continue; lower methods\..*train\.lr",
     "has one step per epoch, and masks are hardened .*; lower train.batch_size",
 )
@@ -33,7 +33,7 @@ DEFINITIONS = SCHEMA["definitions"]
 
 
 def subset(schema: dict[str, Any], rng: Random, share: float) -> dict[str, Any]:
-    """Return values of some properties of an object's schema."""
+    """Return drawn values for a random subset of the properties of an object's schema."""
     return {
         name: draw(part, DEFINITIONS, rng)
         for name, part in schema["properties"].items()
@@ -42,7 +42,7 @@ def subset(schema: dict[str, Any], rng: Random, share: float) -> dict[str, Any]:
 
 
 def random_body(rng: Random) -> dict[str, Any]:
-    """Return sections of a config of two toy tasks and one method."""
+    """Return random sections of a config with two toy tasks and one method."""
     method = rng.choice(sorted(METHODS))
     scenarios = sorted(METHODS[method].scenarios - {"domain"}) * 5 + ["task", "class"]
     settings = subset(DEFINITIONS[method], rng, 0.3)
@@ -81,7 +81,7 @@ def test_a_random_config_is_refused_or_runs_to_its_end(lab: Lab, number: int) ->
         assert any(re.search(words, str(error)) for words in SENTENCES)  # noqa: PT017
 
 
-def test_a_third_of_the_random_configs_run(lab: Lab) -> None:
+def test_at_least_a_third_of_random_configs_are_accepted(lab: Lab) -> None:
     num_runs = 0
     for number in range(NUM_QUICK):
         with contextlib.suppress(UserError):
@@ -97,7 +97,7 @@ SETTINGS: dict[str, type[BaseModel]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_schema_accepts_no_value_that_is_refused_for_itself(name: str) -> None:
+def test_setting_values_allowed_by_schema_are_accepted(name: str) -> None:
     rng = Random(0)
     refused = {}
     for key, part in DEFINITIONS[name]["properties"].items():
@@ -105,7 +105,7 @@ def test_the_schema_accepts_no_value_that_is_refused_for_itself(name: str) -> No
             continue
         for extreme in (True, False) * 10:
             value = draw(part, DEFINITIONS, rng, extreme)
-            if key == "crop_scale":  # an order is more than a schema can say
+            if key == "crop_scale":  # a schema cannot require sorted values
                 value = sorted(value)
             try:
                 SETTINGS[name].model_validate({key: value})
@@ -114,7 +114,7 @@ def test_the_schema_accepts_no_value_that_is_refused_for_itself(name: str) -> No
     assert refused == {}
 
 
-def test_the_schema_of_a_config_has_a_limit_for_every_number() -> None:
+def test_config_schema_limits_every_number() -> None:
     def check(part: Any) -> None:
         if isinstance(part, list):
             for item in part:

@@ -1,5 +1,4 @@
-"""Contracts of pipeline/launch/ray_internals.py: each private name of Ray exists and does what it
-is used for here."""
+"""Tests of ray_internals.py: each private name of Ray exists and behaves as expected."""
 
 from __future__ import annotations
 
@@ -13,19 +12,19 @@ import ray
 from pipeline.launch import dead_workers, ray_internals
 
 
-def test_the_resource_of_the_head_node_has_the_name_that_ray_gives_it() -> None:
+def test_head_node_resource_name_matches_ray() -> None:
     from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 
     assert ray_internals.HEAD_NODE_RESOURCE == HEAD_NODE_RESOURCE_NAME
 
 
-def test_a_submitted_job_has_the_variable_that_ray_sets() -> None:
+def test_job_config_variable_name_matches_ray() -> None:
     from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
     assert ray_internals.JOB_CONFIG_VARIABLE == RAY_JOB_CONFIG_JSON_ENV_VAR
 
 
-def test_ray_reads_where_it_listens_from_this_variable_and_constant(
+def test_listen_on_loopback_sets_and_restores_rays_node_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from ray._private import ray_constants, services
@@ -40,13 +39,13 @@ def test_ray_reads_where_it_listens_from_this_variable_and_constant(
     assert address() == "192.0.2.1"
 
 
-def test_a_channel_to_ray_takes_an_address_and_can_send_one_request() -> None:
+def test_open_channel_accepts_address_and_supports_unary_requests() -> None:
     channel = ray_internals.open_channel("127.0.0.1:1")
     assert callable(channel.unary_unary(ray_internals.HEAD_REQUEST))
     channel.close()
 
 
-def test_the_requests_without_effect_are_methods_of_rays_services() -> None:
+def test_probe_requests_are_methods_of_ray_services() -> None:
     from ray.core.generated import gcs_service_pb2_grpc, ray_client_pb2_grpc
 
     for request, module in (
@@ -56,7 +55,7 @@ def test_the_requests_without_effect_are_methods_of_rays_services() -> None:
         assert request in inspect.getsource(module)
 
 
-def test_ray_knows_which_nodes_are_announced_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draining_node_ids_come_from_ray_state(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray._private.state import state
 
     monkeypatch.setattr(state, "get_draining_nodes", lambda: {"n1": 5})
@@ -64,7 +63,7 @@ def test_ray_knows_which_nodes_are_announced_to_go(monkeypatch: pytest.MonkeyPat
     assert list(inspect.signature(type(state).get_draining_nodes).parameters) == ["self"]
 
 
-def test_placement_groups_of_this_job_that_wait_or_that_a_dead_actor_created(
+def test_orphaned_and_waiting_placement_groups_of_this_job_are_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from ray._private.state import state
@@ -163,7 +162,7 @@ def test_failed_group_start_differs_from_controller_errors() -> None:
     assert not ray_internals.is_startup_timeout(ValueError("x"))
 
 
-def test_messages_of_raylets_are_logged_and_those_of_workers_are_printed(
+def test_raylet_messages_are_logged_and_worker_messages_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from ray._private import worker
@@ -175,7 +174,7 @@ def test_messages_of_raylets_are_logged_and_those_of_workers_are_printed(
     printed: list[Any] = []
     monkeypatch.setattr(module, "print_to_stdstream", lambda *given: printed.append(given))
     logged: list[str] = []
-    for _ in range(2):  # each connection asks for it
+    for _ in range(2):  # every connection calls it
         ray_internals.log_messages_of_raylets(logged.append)
     module.print_to_stdstream({"pid": "raylet", "lines": ["a", "b"]}, ignore_prefix=False)
     assert (logged, printed) == (["a", "b"], [])
@@ -216,7 +215,7 @@ def test_ray_train_names_dead_worker_process_and_node() -> None:
         assert ray_internals.has_only_unreachable_workers(gone)
 
 
-def test_ray_train_takes_our_settings_of_failures_and_of_logging() -> None:
+def test_ray_train_run_config_disables_retries_and_sets_storage() -> None:
     config = ray_internals.run_config("group", {"storage_path": "/tmp/x"})
     failures = config.failure_config
     assert (failures.max_failures, failures.controller_failure_limit) == (0, 0)
@@ -224,7 +223,7 @@ def test_ray_train_takes_our_settings_of_failures_and_of_logging() -> None:
 
 
 def test_remote_error_has_cause_and_traceback() -> None:
-    """pipeline/graph/failures.py and RayMap read these."""
+    """pipeline/graph/failures.py and RayMap read these attributes."""
     from ray.exceptions import RayTaskError
 
     cause = ValueError("why")

@@ -1,5 +1,5 @@
-"""The record of a run in MLflow: everything is in it once, whatever was interrupted, and MLflow
-never stops a run."""
+"""Tests of the MLflow record: complete without duplicates after interruptions; failures of MLflow
+do not stop a run."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from workers.errors import UserError
 pytestmark = pytest.mark.usefixtures("small_pictures")
 
 SETTINGS = TrackingSettings()
-EDITED = ("hat-small", "")  # label and task of the run whose description a person edits
+EDITED = ("hat-small", "")  # label and task of the run with an edited description
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Record a run that was killed after six stages, resumed, finished, and run once more.
 
-    Between the kill and the next start a person edits the description of `EDITED`.
+    Between the kill and the next start, a user edits the description of `EDITED`.
     """
     storage = str(tmp_path_factory.mktemp("storage"))
     record: Any = {
@@ -53,7 +53,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ids = [s.id for s in fake_run.stages() if s.step != "report"]
     for stage, _ in fake_run.write(storage, set(ids[:6])):
         first.stage(stage, {"stage": stage.id})  # as workers report it: without the list of files
-    assert first.outbox.close(0) == 0  # and then it was killed
+    assert first.outbox.close(0) == 0  # as if killed here: `finish` is not called
     state = contents(storage)
     state.client.set_tag(state.runs[EDITED].info.run_id, "mlflow.note.content", "my own words")
     second = Recorder(SETTINGS, storage)
@@ -71,8 +71,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def contents(storage: Any) -> Any:
-    """Return (label, task) -> run for every run of the experiment, and the lengths of metrics'
-    histories."""
+    """Return the runs of the experiment by (label, task), and the lengths of metric histories."""
     client, _, experiment = mlflow_client.open_store(storage)
     runs = client.search_runs([experiment], max_results=1000)
     histories = {
@@ -93,7 +92,7 @@ def artifacts(state: Any, label: Any, task: Any = "") -> Any:
     return {f.path for f in state.client.list_artifacts(state.runs[label, task].info.run_id)}
 
 
-def test_there_is_one_run_per_graph_method_and_task_nested_in_each_other(recorded: Any) -> None:
+def test_graph_method_and_task_runs_are_nested(recorded: Any) -> None:
     runs = recorded.after.runs
     assert recorded.after.count == len(runs) == 1 + 1 + 3 + 3 * 4  # graph, backbone, methods, tasks
     parent = runs["", ""].info.run_id
@@ -105,16 +104,16 @@ def test_there_is_one_run_per_graph_method_and_task_nested_in_each_other(recorde
     assert {r.info.status for r in runs.values()} == {"FINISHED"}
 
 
-def test_the_same_command_twice_adds_nothing(recorded: Any) -> None:
+def test_recording_a_run_twice_adds_nothing(recorded: Any) -> None:
     assert recorded.before.histories == recorded.after.histories
     assert recorded.before.ended == recorded.after.ended
 
 
-def test_an_interrupted_run_has_every_point_once(recorded: Any) -> None:
+def test_interrupted_run_records_every_point_once(recorded: Any) -> None:
     histories, runs = recorded.after.histories, recorded.after.runs
     for label in fake_run.METHODS:
         run = runs[label, ""].info.run_id
-        forgets = label == "finetune"  # what does not change is one point
+        forgets = label == "finetune"  # a constant metric has one point
         lengths = [histories[run, f"acc/{task['name']}"] for task in fake_run.TASKS]
         assert lengths == ([4, 3, 2, 1] if forgets else [1, 1, 1, 1])
         assert histories[run, "average_accuracy"] == histories[run, "growth"] == 4
@@ -123,7 +122,7 @@ def test_an_interrupted_run_has_every_point_once(recorded: Any) -> None:
     assert histories[runs["", ""].info.run_id, "average_accuracy/meat"] == 4
 
 
-def test_recorded_values_are_those_of_the_store(recorded: Any) -> None:
+def test_recorded_metrics_match_the_stored_results(recorded: Any) -> None:
     metrics = recorded.after.runs["finetune", ""].data.metrics
     assert metrics["acc/birds"] == pytest.approx(
         round(120 * fake_run.accuracy("finetune", 3, 1)) / 120
@@ -171,7 +170,7 @@ def test_pictures_tables_and_the_report_are_artifacts(recorded: Any) -> None:
     assert len(json.loads(Path(path).read_text())["accuracy"]) == 4
 
 
-def test_a_list_of_methods_names_their_runs_and_shows_short_numbers(recorded: Any) -> None:
+def test_run_names_identify_methods_and_metrics_are_rounded(recorded: Any) -> None:
     runs = recorded.after.runs
     assert runs["meat", ""].info.run_name == "meat (tiny)"
     assert runs["meat", "birds"].info.run_name == "birds"
@@ -203,7 +202,7 @@ def test_an_edited_description_is_kept(recorded: Any) -> None:
     assert "[matrix]" in runs["finetune", ""].data.tags["mlflow.note.content"]
 
 
-def test_runs_can_be_found_by_their_tags_and_compared_by_their_settings(recorded: Any) -> None:
+def test_runs_record_tags_settings_and_data_sets(recorded: Any) -> None:
     tags = recorded.after.runs["hat-small", "birds"].data.tags
     assert (tags["method"], tags["scenario"], tags["backbone"], tags["seed"]) == (
         "hat",
@@ -225,7 +224,7 @@ def test_runs_can_be_found_by_their_tags_and_compared_by_their_settings(recorded
     }
 
 
-def test_what_does_not_change_is_a_number_and_no_curve(recorded: Any) -> None:
+def test_constant_metric_has_a_single_point(recorded: Any) -> None:
     state = recorded.after
     lengths = {}
     for (label, task), run in state.runs.items():
@@ -238,19 +237,21 @@ def test_what_does_not_change_is_a_number_and_no_curve(recorded: Any) -> None:
     assert lengths["hat-small", "", "size/total"] > 1
     assert lengths["hat-small", "", "average_accuracy"] > 1
     assert lengths["", "", "average_accuracy/hat-small"] > 1
-    assert lengths["hat-small", "", "forgetting"] == 1, "its masks forget nothing"
+    assert lengths["hat-small", "", "forgetting"] == 1, (
+        "it forgets nothing, so the metric is constant"
+    )
     assert lengths["", "", "forgetting/hat-small"] == 1
     assert lengths["finetune", "", "forgetting"] > 1
 
 
-def test_a_curve_whose_value_changes_late_is_whole() -> None:
+def test_late_changing_curve_keeps_all_points() -> None:
     constant = [Point("a", 1.0, step, step) for step in range(3)]
     varying = [Point("b", float(step == 2), step, step) for step in range(3)]
     assert drop_constant_curves([*constant, *varying]) == [constant[0], *varying]
     assert drop_constant_curves(varying[:2]) == varying[:1]
 
 
-def test_a_mean_of_equal_numbers_is_constant_however_it_was_rounded() -> None:
+def test_mean_of_equal_values_is_constant_despite_rounding() -> None:
     rates = [0.1, 0.1, 0.1]
     means = [sum(rates[:count]) / count for count in (1, 2, 3)]
     assert len({*means}) == 2
@@ -258,7 +259,7 @@ def test_a_mean_of_equal_numbers_is_constant_however_it_was_rounded() -> None:
     assert drop_constant_curves(points) == points[:1]
 
 
-def test_the_list_of_runs_opens_on_what_is_compared(recorded: Any) -> None:
+def test_shared_view_shows_method_runs_with_existing_columns(recorded: Any) -> None:
     client, _, experiment = mlflow_client.open_store(recorded.storage)
     ui.share_view(client, experiment)
     tags = client.get_experiment(experiment).tags
@@ -272,7 +273,7 @@ def test_the_list_of_runs_opens_on_what_is_compared(recorded: Any) -> None:
     assert ui.make_runs_link("http://x", experiment).endswith("&viewStateShareKey=accrete")
 
 
-def test_links_open_mlflow_on_its_pages_for_training(recorded: Any) -> None:
+def test_links_open_the_training_view_of_mlflow(recorded: Any) -> None:
     assert recorded.recorder.links() == [
         f"record: {this_command()} ui --storage {recorded.storage}"
     ]
@@ -305,7 +306,7 @@ def test_another_graph_of_the_same_name_gets_separate_runs() -> None:
 
 
 # ---- when MLflow fails ---------------------------------------------------------------------------
-def test_a_tracking_server_that_does_not_answer_is_reported_in_two_sentences(
+def test_unreachable_tracking_server_gives_a_message_and_a_warning(
     tmp_path: Path,
 ) -> None:
     lines: list[str] = []
@@ -314,7 +315,7 @@ def test_a_tracking_server_that_does_not_answer_is_reported_in_two_sentences(
     recorder.start(fake_run.record())
     for stage, manifest in fake_run.write(str(tmp_path), {"data/shapes", "backbone"}):
         recorder.stage(stage, manifest)
-    while not lines:  # it was tried
+    while not lines:  # until the first attempt failed
         time.sleep(0.01)
     recorder.finish({})
     assert len(lines) == 1
@@ -349,14 +350,14 @@ def test_stopped_run_does_not_wait_for_server(
     assert "is incomplete" in recorder.warnings[0]
 
 
-def test_tracking_that_is_off_writes_nothing(tmp_path: Path) -> None:
+def test_disabled_tracking_writes_nothing(tmp_path: Path) -> None:
     recorder = Recorder(TrackingSettings(enabled=False), str(tmp_path))
     recorder.start(fake_run.record())
     recorder.finish({})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_object_store_needs_a_tracking_server_and_says_so(tmp_path: Path) -> None:
+def test_object_store_requires_a_tracking_server(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"name a tracking server in tracking\.uri"):
         mlflow_client.tracking_uri("s3://bucket/runs")
     assert mlflow_client.tracking_uri("s3://bucket/runs", "http://server") == "http://server"
@@ -375,13 +376,13 @@ def test_the_error_for_a_port_in_use_names_the_port(tmp_path: Path) -> None:
     assert ui.find_port("127.0.0.1") > 0
 
 
-def test_the_server_works_without_job_processes(tmp_path: Path) -> None:
+def test_mlflow_server_runs_one_worker_without_job_execution(tmp_path: Path) -> None:
     assert ui.build_server_command(str(tmp_path), "127.0.0.1", 5000)[-2:] == ["--workers", "1"]
     assert mlflow_client.ENVIRONMENT["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
 
 
 # ---- tags, data, this machine --------------------------------------------------------------------
-def test_runs_have_metrics_and_tags_for_lists(
+def test_runs_can_be_filtered_and_sorted_by_tags_and_metrics(
     recorded: Any,
 ) -> None:
     runs = recorded.after.runs
@@ -421,7 +422,7 @@ def test_runs_have_metrics_and_tags_for_lists(
     assert [r.data.tags["label"] for r in best] == ["meat", "hat-small", "finetune"]
 
 
-def test_methods_and_tasks_record_the_data_sets_they_read_and_their_use(recorded: Any) -> None:
+def test_runs_record_their_data_sets_with_context(recorded: Any) -> None:
     def read(label: Any, task: Any = "") -> Any:
         return {
             (d.dataset.name, d.tags[0].value)
@@ -437,7 +438,7 @@ def test_methods_and_tasks_record_the_data_sets_they_read_and_their_use(recorded
     assert read("", "") == {(card, "stream") for card in ("shapes", "birds", "plants")}
 
 
-def test_system_metrics_of_this_machine_are_recorded_while_a_run_is_active(
+def test_local_system_metrics_are_recorded_during_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.02")
@@ -469,9 +470,7 @@ def test_system_metrics_of_this_machine_are_recorded_while_a_run_is_active(
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_the_use_of_the_workers_machines_is_recorded_where_it_is_asked_for(
-    is_on: bool, tmp_path: Path
-) -> None:
+def test_worker_system_metrics_are_recorded_only_if_enabled(is_on: bool, tmp_path: Path) -> None:
     recorder = Recorder(
         TrackingSettings(system_metrics=is_on),
         str(tmp_path),
@@ -525,7 +524,7 @@ def test_sampler_restarts_after_outage_and_respects_off(
         assert started == expected
 
 
-def test_without_psutil_one_sentence_is_printed_and_the_record_is_complete(
+def test_missing_psutil_gives_a_warning_and_a_complete_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)
@@ -545,13 +544,13 @@ def test_without_psutil_one_sentence_is_printed_and_the_record_is_complete(
     assert [r.info.status for r in client.search_runs([experiment])] == ["FINISHED"]
 
 
-def test_one_warning_is_dropped_whatever_filters_are_set_meanwhile() -> None:
+def test_warning_is_suppressed_even_if_filters_change_meanwhile() -> None:
     from pipeline.tracking import publish
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with publish.without_warning("Failed to infer"):
-            warnings.simplefilter("always", UserWarning)  # as packages do that are imported
+            warnings.simplefilter("always", UserWarning)  # as some packages do on import
             warnings.warn("Failed to infer signature", stacklevel=1)
             warnings.warn("another one", stacklevel=1)
     assert [str(entry.message) for entry in caught] == ["another one"]

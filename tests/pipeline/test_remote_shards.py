@@ -1,5 +1,4 @@
-"""Promises of shards on other machines: the same index and the same bytes as on a disk, no private
-address over http, no request for what stands, and no server that gives more than was asked for."""
+"""Tests of shards on web servers, in buckets and on the hub: index, reads, and refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def shards_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(shards_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server on this machine, which this test may reach."""
+    """Serve the shards from this machine, and allow requests to its private address."""
     monkeypatch.setattr(web, "is_private", lambda host: False)
     monkeypatch.setattr(filesystem, "FIRST_S", 0.001)
     with serve(shards_folder) as started:
@@ -43,7 +42,7 @@ def server(shards_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ser
 
 
 def read_all(card: Any, root: Path, cache: Cache | None) -> list[bytes]:
-    """The images of train, in order, as a rank reads them."""
+    """Return the training images in order, as a rank reads them."""
     task = Task("t", "tiny", "k", CLASSES, shard_urls=in_place.get_shard_urls(card))
     samples = select(str(root), (task,), "train", 0.0)
     reader = make_sequential_reader(samples, cache)
@@ -73,9 +72,7 @@ def test_http_shards_equal_local_shards(
     assert not server.requests
 
 
-def test_shards_are_passed_over_once_from_the_start_to_the_end(
-    server: Server, tmp_path: Path
-) -> None:
+def test_indexing_reads_each_remote_shard_once(server: Server, tmp_path: Path) -> None:
     card = card_of(server.url)
     source_state(card)
     server.requests.clear()
@@ -85,7 +82,7 @@ def test_shards_are_passed_over_once_from_the_start_to_the_end(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1", "0.0.0.0"])
-def test_no_private_address_is_connected_to(host: str, shards_folder: Path) -> None:
+def test_private_addresses_are_refused_without_a_connection(host: str, shards_folder: Path) -> None:
     with serve(shards_folder) as started:
         card = card_of(f"http://{host}:{started.server_port}")
         with pytest.raises(UserError, match=r"is a private address|is not an address of"):
@@ -93,7 +90,7 @@ def test_no_private_address_is_connected_to(host: str, shards_folder: Path) -> N
         assert started.num_connections == 0
 
 
-def test_a_redirection_to_a_private_address_is_refused(
+def test_redirect_to_a_private_address_is_refused(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web, "is_private", lambda host: host != "127.0.0.1")
@@ -103,7 +100,7 @@ def test_a_redirection_to_a_private_address_is_refused(
         fingerprint(card_of(server.url))
 
 
-def test_redirections_without_end_are_a_sentence(server: Server) -> None:
+def test_endless_redirects_are_refused(server: Server) -> None:
     server.mode = "redirects"
     server.target = server.url
     with pytest.raises(UserError, match="from one address to the next"):
@@ -130,12 +127,12 @@ def test_redirections_without_end_are_a_sentence(server: Server) -> None:
         "64:ff9b::7f00:1",
     ],
 )
-def test_private_addresses_in_all_their_forms_are_known(host: str) -> None:
+def test_all_forms_of_private_addresses_are_recognised(host: str) -> None:
     assert web.is_private(host)
 
 
 @pytest.mark.parametrize("host", ["8.8.8.8", "2606:4700::1111", "64:ff9b::808:808"])
-def test_public_addresses_are_no_private_ones(host: str) -> None:
+def test_public_addresses_are_not_private(host: str) -> None:
     assert not web.is_private(host)
 
 
@@ -146,7 +143,7 @@ def test_public_addresses_are_no_private_ones(host: str) -> None:
         ("lies", "another part than was asked for"),
     ],
 )
-def test_a_server_that_gives_no_parts_or_others_is_a_sentence(
+def test_server_that_mishandles_range_requests_is_refused(
     mode: str, says: str, server: Server
 ) -> None:
     server.mode = mode
@@ -154,7 +151,7 @@ def test_a_server_that_gives_no_parts_or_others_is_a_sentence(
         fingerprint(card_of(server.url))
 
 
-def test_more_bytes_than_were_asked_for_are_not_kept(
+def test_response_longer_than_the_requested_range_is_cut_off(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(filesystem, "PATIENCE_S", 0.0)
@@ -163,13 +160,13 @@ def test_more_bytes_than_were_asked_for_are_not_kept(
         web.WebFile(f"{server.url}/tiny-val-0000.tar")
 
 
-def test_a_url_with_a_secret_is_refused_before_it_is_opened(server: Server) -> None:
+def test_url_with_a_secret_is_refused_without_a_request(server: Server) -> None:
     with pytest.raises(UserError, match="has a user, a password or a key in it"):
         fingerprint(card_of("", {"train": f"{server.url}/a.tar?X-Amz-Signature=abc"}))
     assert not server.requests
 
 
-def test_missing_and_changed_shards_of_a_server_are_sentences(
+def test_missing_and_changed_remote_shards_are_reported(
     server: Server, shards_folder: Path, tmp_path: Path
 ) -> None:
     card = card_of(server.url)
@@ -196,7 +193,7 @@ def test_missing_and_changed_shards_of_a_server_are_sentences(
         read_all(card, tmp_path / "store", None)
 
 
-def test_what_stands_is_planned_without_a_request(server: Server, tmp_path: Path) -> None:
+def test_plan_of_indexed_remote_shards_makes_no_request(server: Server, tmp_path: Path) -> None:
     card = card_of(server.url)
     store = Store(str(tmp_path))
     source = raw_data.find_source(store, card)
@@ -210,10 +207,8 @@ def test_what_stands_is_planned_without_a_request(server: Server, tmp_path: Path
     assert not is_local_source(absolute)
 
 
-# ---- storages, the hub ---------------------------------------------------------------------------
-def test_shards_in_a_bucket_are_indexed_and_read_as_those_on_a_disk(
-    shards_folder: Path, tmp_path: Path, bucket: Any
-) -> None:
+# ---- buckets and the hub -------------------------------------------------------------------------
+def test_bucket_shards_equal_local_shards(shards_folder: Path, tmp_path: Path, bucket: Any) -> None:
     client = s3.client_of(bucket.upstream)
     for path in shards_folder.iterdir():
         client.put_object(Bucket=bucket.bucket, Key=f"wds/{path.name}", Body=path.read_bytes())
@@ -225,7 +220,7 @@ def test_shards_in_a_bucket_are_indexed_and_read_as_those_on_a_disk(
     assert read_all(card, tmp_path / "store", None) == [picture(number) for number in range(12)]
 
 
-def test_shards_on_the_hub_are_indexed_and_read_as_those_on_a_disk(
+def test_hub_shards_equal_local_shards(
     shards_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = fsspec.filesystem("memory")

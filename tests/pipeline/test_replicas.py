@@ -1,5 +1,4 @@
-"""Promises of a run of several seeds or class orders: one graph, the stages of each seed by itself,
-one report, and every command that reads runs."""
+"""Tests of runs with several seeds or class orders: config, graph, and commands."""
 
 from __future__ import annotations
 
@@ -58,24 +57,24 @@ def test_seeds_and_seed_together_are_refused_in_one_sentence() -> None:
         ({"orders": [1, 2]}, "no task of stream.tasks has `split`"),
     ],
 )
-def test_a_wrong_list_is_one_sentence(settings: dict[str, Any], words: str) -> None:
+def test_invalid_seeds_or_orders_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         config_of(**settings)
 
 
-def test_one_seed_in_seeds_is_that_seed() -> None:
+def test_single_entry_in_seeds_equals_seed() -> None:
     config = config_of(seeds=[4])
     assert (config.seed, config.seeds) == (4, ())
     assert dump(config) == dump(config_of(seed=4))
     assert make_replica_configs(config) == {}
 
 
-def test_a_config_is_read_again_from_what_it_dumps() -> None:
+def test_dumped_config_loads_as_equal_config() -> None:
     config = config_of(seeds=[0, 2], orders=[1, "cifar100/order1"], stream=SPLIT)
     assert check(dump(config), "again", with_methods=False) == config
 
 
-def test_a_later_file_and_set_replace_seed_by_seeds_and_seeds_by_seed(tmp_path: Path) -> None:
+def test_override_switches_between_seed_and_seeds(tmp_path: Path) -> None:
     written(tmp_path, "low", seed=3)
     path = written(tmp_path, "high", extends="low.yaml", seeds=[0, 1])
     assert load(path, with_methods=False).seeds == (0, 1)
@@ -85,7 +84,7 @@ def test_a_later_file_and_set_replace_seed_by_seeds_and_seeds_by_seed(tmp_path: 
     assert (several.seeds, several.name) == ((0, 2), "table-seeds-0-2")
 
 
-def test_a_replica_is_the_run_that_its_seed_makes(tmp_path: Path) -> None:
+def test_replica_config_equals_config_of_its_seed(tmp_path: Path) -> None:
     path = written(tmp_path, "table", seeds=[0, 1])
     replicas = make_replica_configs(load(path, with_methods=False))
     assert list(replicas) == ["seed-0", "seed-1"]
@@ -117,7 +116,7 @@ def union(config: Config, folder: Path) -> Any:
     return unite_graphs(config.name, graphs)
 
 
-def test_the_stages_of_a_seed_have_the_keys_of_that_seed_alone(tmp_path: Path) -> None:
+def test_replica_stages_have_keys_of_single_seed_run(tmp_path: Path) -> None:
     config = config_of(seeds=[0, 1], backbone=small_run.BACKBONE)
     graph = union(config, tmp_path)
     for seed in (0, 1):
@@ -131,7 +130,7 @@ def test_the_stages_of_a_seed_have_the_keys_of_that_seed_alone(tmp_path: Path) -
     assert [stage.id for stage in graph if stage.step == "report"] == ["report"]
 
 
-def test_workers_report_by_the_id_in_the_graph(tmp_path: Path) -> None:
+def test_job_id_and_key_equal_those_of_graph_stage(tmp_path: Path) -> None:
     graph = union(config_of(seeds=[0, 1], backbone=small_run.BACKBONE), tmp_path)
     for stage in graph:
         if stage.step not in ("ingest", "report"):
@@ -150,7 +149,7 @@ def test_class_orders_of_one_seed_share_its_backbone(tmp_path: Path) -> None:
 # ---- commands ------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A finished run of two seeds and two methods; its folder and the path of its config."""
+    """The folder and the config path of a finished run with two seeds and two methods."""
     folder = tmp_path_factory.mktemp("replicas")
     body = small_run.make_body(folder, small_run.make_cards(folder, "ab"), ["linear", "finetune"])
     del body["seed"]
@@ -167,7 +166,7 @@ def printed(capsys: Any, *words: str, code: int = 0) -> str:
 
 
 @pytest.mark.slow
-def test_a_seed_alone_needs_nothing_after_the_run_of_all(small: Any, capsys: Any) -> None:
+def test_single_seed_run_reuses_all_stages_except_report(small: Any, capsys: Any) -> None:
     _, path = small
     text = printed(capsys, "plan", path, "--set", "seed=1")
     misses = [line for line in text.splitlines() if line.startswith("miss")]
@@ -175,7 +174,7 @@ def test_a_seed_alone_needs_nothing_after_the_run_of_all(small: Any, capsys: Any
 
 
 @pytest.mark.slow
-def test_a_further_seed_runs_its_own_stages_alone(small: Any, capsys: Any) -> None:
+def test_additional_seed_runs_only_its_own_stages(small: Any, capsys: Any) -> None:
     _, path = small
     text = printed(capsys, "plan", path, "--set", "seeds=[0, 1, 2]")
     misses = [line.split()[1] for line in text.splitlines() if line.startswith("miss")]
@@ -183,10 +182,10 @@ def test_a_further_seed_runs_its_own_stages_alone(small: Any, capsys: Any) -> No
 
 
 @pytest.mark.slow
-def test_every_command_that_looks_at_runs_takes_a_run_of_several_seeds(
+def test_run_commands_accept_a_run_of_several_seeds(
     small: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal leaves columns out
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal omits columns
     folder, path = small
     storage = str(folder / "storage")
     listed = printed(capsys, "runs", "--storage", storage)
@@ -198,8 +197,8 @@ def test_every_command_that_looks_at_runs_takes_a_run_of_several_seeds(
     assert "report.html" in printed(capsys, "report", path)
     page = (folder / "storage/runs/small/report.html").read_text()
     (side_by_side,) = re.findall(r'<div class="pictures">(.*?)<h2', page, re.DOTALL)
-    assert side_by_side.count("<figure") == 2, "the matrix of each method"
-    compared = printed(capsys, "compare", path)  # its methods, over both seeds
+    assert side_by_side.count("<figure") == 2, "one matrix for each method is expected"
+    compared = printed(capsys, "compare", path)  # compares the methods over both seeds
     assert "small (2 seeds): linear" in compared
     sentence = printed(capsys, "bundle", path, "--out", str(folder / "bundle"), code=2)
     assert "is a run of 2 replicas (seed-0, seed-1), and this needs one model" in sentence
@@ -207,7 +206,7 @@ def test_every_command_that_looks_at_runs_takes_a_run_of_several_seeds(
 
 
 @pytest.mark.slow
-def test_the_record_names_its_replicas(small: Any) -> None:
+def test_run_record_names_its_replicas(small: Any) -> None:
     folder, _ = small
     record = json.loads((folder / "storage/runs/small/run.json").read_text())
     assert record["replicas"] == {"seed-0": "small-seed-0", "seed-1": "small-seed-1"}
@@ -216,7 +215,7 @@ def test_the_record_names_its_replicas(small: Any) -> None:
 
 
 @pytest.mark.slow
-def test_no_mean_is_listed_where_a_replica_is_missing(small: Any, tmp_path: Path) -> None:
+def test_run_list_omits_mean_if_a_replica_is_missing(small: Any, tmp_path: Path) -> None:
     folder, _ = small
     storage = tmp_path / "storage"
     shutil.copytree(folder / "storage", storage)
@@ -229,7 +228,7 @@ def test_no_mean_is_listed_where_a_replica_is_missing(small: Any, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_mlflow_has_each_replica_below_the_run_once(
+def test_mlflow_nests_each_replica_once_below_the_run(
     small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -1,5 +1,4 @@
-"""Promises of the report: it tells what the store holds, finished or not, and its page needs
-nothing else."""
+"""Tests of the report: its tables, figures and self-contained page, also of unfinished runs."""
 
 import hashlib
 import inspect
@@ -66,7 +65,7 @@ def report(storage: Any) -> Any:
 
 
 def half(folder: Any, *missing: Any) -> Any:
-    """A store in which the stages whose id starts with one of `missing` are not there."""
+    """Return the tables of a run without the stages that have one of the id prefixes `missing`."""
     fake_run.write(str(folder), {s.id for s in fake_run.stages() if not s.id.startswith(missing)})
     return RunTables.load(str(folder), fake_run.record())
 
@@ -102,8 +101,7 @@ def test_a_star_does_not_forget_and_fine_tuning_does(tables: Any) -> None:
 def test_missing_test_data_gives_holes_not_zero_forgetting(
     tmp_path: Path,
 ) -> None:
-    """What was not measured must not be filled in from the diagonal: a chain can have changed
-    it."""
+    """Missing values must not be filled in from the diagonal: a chain may have changed them."""
     fake_run.write(str(tmp_path))
     tables = RunTables.load(str(tmp_path), fake_run.record())
     result = tables.artifacts["finetune/roots/evaluate"].manifest["result"]
@@ -113,7 +111,7 @@ def test_missing_test_data_gives_holes_not_zero_forgetting(
     assert np.isnan(metrics.METRICS["forgetting"](matrix.correct, matrix.total))
 
 
-def test_an_unfinished_run_has_the_rows_that_are_there(tmp_path: Path) -> None:
+def test_report_of_unfinished_run_has_the_available_rows(tmp_path: Path) -> None:
     tables = half(tmp_path, "finetune/roots", "meat/leaves/evaluate", "hat-small")
     finetune, star, nothing = (tables.matrix(label) for label in ("finetune", "meat", "hat-small"))
     assert (finetune.finished, star.finished, nothing.finished) == (3, 2, 0)
@@ -123,17 +121,17 @@ def test_an_unfinished_run_has_the_rows_that_are_there(tmp_path: Path) -> None:
     assert nothing.final == {}
     row = next(r for r in tables.summary() if r["label"] == "hat-small")
     assert math.isnan(row["average_accuracy"])
-    # the head of the base task is there
+    # the head of the base task exists
     assert row["growth"] == pytest.approx(1 + 528 / fake_run.BACKBONE_BYTES)
 
 
-def test_an_empty_store_gives_a_page_and_no_numbers(tmp_path: Path) -> None:
+def test_empty_store_gives_a_page_without_comparison_figure(tmp_path: Path) -> None:
     files = page.build_run_report(str(tmp_path), fake_run.record())
     assert "0 of 25 stages finished so far" in files["report.html"].decode()
     assert "comparison.png" not in files
 
 
-def test_the_second_matrix_of_scenario_class_is_absent_unless_it_was_written(tables: Any) -> None:
+def test_task_aware_matrix_is_absent_unless_recorded(tables: Any) -> None:
     assert "measured" not in tables.matrix("finetune", "correct_task_aware").source
 
 
@@ -208,7 +206,7 @@ def test_the_page_names_the_seed_of_a_single_run(tables: Any) -> None:
     assert method.conditions.seeds == (str(tables.record["config"]["seed"]),)
 
 
-def test_sizes_are_those_of_the_states_with_masks_as_packed_bits(tables: Any) -> None:
+def test_sizes_count_masks_as_packed_bits(tables: Any) -> None:
     rows = tables.sizes("meat")
     assert [r["after"] for r in rows] == ["shapes", "birds", "leaves", "roots"]
     bits = fake_run.DEPTH * (fake_run.GRID**2 + 2 * fake_run.HIDDEN * fake_run.WIDTH)
@@ -219,15 +217,15 @@ def test_sizes_are_those_of_the_states_with_masks_as_packed_bits(tables: Any) ->
     assert rows[-1]["growth"] == pytest.approx(rows[-1]["total"] / fake_run.BACKBONE_BYTES)
 
 
-def test_what_a_chain_carries_counts_once_and_not_once_per_task(tables: Any) -> None:
+def test_carried_state_of_a_chain_counts_once(tables: Any) -> None:
     rows = tables.sizes("finetune")
     assert rows[0]["carried"] == 0
     assert rows[1]["carried"] == rows[3]["carried"] > 0
     assert 2 < rows[3]["growth"] < 2.05
 
 
-def test_the_best_size_counts_what_is_carried(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method that keeps nothing per task and carries much is not the smallest."""
+def test_best_size_includes_carried_state(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method without bytes per task but with a large carried state is not the smallest."""
     row = tables.summary()[0]
     sizes = {"carries": (0.0, 3.96), "small": (3844.0, 1.0009), "as small": (3860.0, 1.0011)}
     summary = [
@@ -258,7 +256,7 @@ def test_carried_state_of_base_task_is_counted_for_star(
 
 
 # ---- evidence ------------------------------------------------------------------------------------
-def test_logits_are_compared_over_all_rows_and_canaries_count(tables: Any) -> None:
+def test_logits_are_compared_over_all_rows_including_canaries(tables: Any) -> None:
     assert {r["label"]: r["answers"] for r in tables.summary()} == {
         "meat": "identical",
         "hat-small": "identical",
@@ -270,10 +268,10 @@ def test_logits_are_compared_over_all_rows_and_canaries_count(tables: Any) -> No
     assert last["logits_equal"] is None
 
 
-def test_logits_are_compared_where_they_were_measured_on_as_many_threads(
+def test_logits_are_compared_only_at_equal_thread_counts(
     tables: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On another number the same weights answer with other last bits."""
+    """With another number of threads, the logits of the same weights differ in their last bits."""
     for threads, after in enumerate(tables.tasks("finetune")):
         stage = tables.artifacts.get(f"finetune/{after}/evaluate")
         if stage:
@@ -281,16 +279,16 @@ def test_logits_are_compared_where_they_were_measured_on_as_many_threads(
             monkeypatch.setitem(stage.manifest, "provenance", machine)
     rows = {r["task"]: r for r in tables.logits_rows("finetune")}
     assert (rows["birds"]["measured"], rows["birds"]["distinct_logits"]) == (3, 2)
-    assert rows["birds"]["logits_equal"] is False, "twice on one thread"
-    assert rows["leaves"]["logits_equal"] is None, "once on one, once on two"
+    assert rows["birds"]["logits_equal"] is False, "measured twice on one thread"
+    assert rows["leaves"]["logits_equal"] is None, "measured once on one thread and once on two"
 
 
-def test_equal_warnings_are_said_once_with_their_number(tables: Any) -> None:
+def test_equal_warnings_are_listed_once_with_a_count(tables: Any) -> None:
     assert [(r["stage"], r["stages"]) for r in tables.warnings()] == [("meat/roots/train", 3)]
 
 
 @pytest.mark.slow
-def test_a_damaged_file_becomes_a_sentence_and_the_rest_of_the_report_stands(
+def test_damaged_file_is_reported_without_breaking_the_report(
     tmp_path: Path,
 ) -> None:
     tables = half(tmp_path)
@@ -317,7 +315,7 @@ def view(task: Any, **masks: Any) -> Any:
     )
 
 
-def test_overlap_is_shared_entries_over_entries_of_either() -> None:
+def test_overlap_is_intersection_over_union() -> None:
     a = view(
         "a",
         blocks_0_fc1=torch.tensor([[1, 1, 0], [0, 0, 0]]).bool(),
@@ -331,7 +329,7 @@ def test_overlap_is_shared_entries_over_entries_of_either() -> None:
     np.testing.assert_allclose(overlap([a, b], "fc1"), [[1, 2 / 4], [2 / 4, 1]])
 
 
-def test_masks_that_keep_nothing_overlap_fully_and_unlike_shapes_not_at_all() -> None:
+def test_overlap_is_one_for_empty_and_nan_for_mismatched_masks() -> None:
     none, other = (
         view("a", blocks_0_fc1=torch.zeros(9).bool()),
         view("b", blocks_0_fc1=torch.ones(8).bool()),
@@ -356,7 +354,7 @@ def test_masks_are_listed_tokens_first_then_block_by_block() -> None:
     ]
 
 
-def test_dropped_patches_are_darkened_also_when_the_grid_does_not_divide_the_image() -> None:
+def test_dropped_patches_are_darkened_if_grid_does_not_divide_image() -> None:
     image = np.full((10, 10, 3), 200, np.uint8)
     dark_image = mask_plots.darken_patches(image, np.array([[True, False, True]] * 3))
     assert (dark_image[:, 0] == 200).all()
@@ -379,7 +377,7 @@ def test_mask_picture_uses_test_image_or_bare_grid(
 
 
 # ---- files and page ------------------------------------------------------------------------------
-def test_tables_are_written_as_csv_and_as_equal_parquet(report: Any, tables: Any) -> None:
+def test_tables_are_written_as_csv_and_parquet(report: Any, tables: Any) -> None:
     rows = pq.read_table(io.BytesIO(report["matrix.parquet"])).to_pylist()
     assert len(rows) == 30
     assert report["matrix.csv"].decode().count("\n") == 31
@@ -400,7 +398,7 @@ def test_tables_are_written_as_csv_and_as_equal_parquet(report: Any, tables: Any
     }
 
 
-def test_every_picture_is_a_png_and_stands_in_the_page(report: Any) -> None:
+def test_every_figure_is_a_png_embedded_in_the_page(report: Any) -> None:
     pictures = [n for n in report if n.endswith(".png")]
     expected = {
         "comparison.png",
@@ -418,7 +416,7 @@ def test_every_picture_is_a_png_and_stands_in_the_page(report: Any) -> None:
     assert report["report.html"].decode().count("data:image/png;base64,") == len(pictures)
 
 
-def test_the_page_asks_for_nothing_outside_itself(report: Any) -> None:
+def test_page_is_self_contained(report: Any) -> None:
     text = re.sub(r"data:image/png;base64,[^\"]*", "", report["report.html"].decode())
     assert not re.search(
         r'(src|href)="(?!#)[^"]+"|url\(|@import|<script|<link', text.replace('src=""', "")
@@ -427,7 +425,7 @@ def test_the_page_asks_for_nothing_outside_itself(report: Any) -> None:
     assert "<?xml" not in text
 
 
-def test_the_graph_in_the_page_leads_to_the_rows_of_its_stages(report: Any) -> None:
+def test_graph_in_page_links_to_stage_rows(report: Any) -> None:
     text = report["report.html"].decode()
     for stage in fake_run.stages():
         assert f'href="#stage-{stage.id}"' in text
@@ -435,7 +433,7 @@ def test_the_graph_in_the_page_leads_to_the_rows_of_its_stages(report: Any) -> N
     assert f'href="report.html#stage-{stage.id}"' in report["graph.svg"].decode()
 
 
-def test_the_report_counts_as_done_where_all_else_is(tables: Any, tmp_path: Path) -> None:
+def test_report_stage_is_done_if_all_others_are(tables: Any, tmp_path: Path) -> None:
     states = {row["stage"]: row["state"] for row in tables.stage_rows()}
     assert states["report"] == "done"
     unfinished = half(tmp_path, "meat/roots/evaluate")
@@ -451,12 +449,12 @@ def test_the_settings_of_methods_are_shown_with_their_defaults(report: Any) -> N
     assert "<td class=left>default</td>" in section
 
 
-def test_the_backbone_is_shown_with_what_timm_says_of_it(report: Any) -> None:
+def test_page_shows_backbone_settings_resolved_from_timm(report: Any) -> None:
     text = report["report.html"].decode().split("backbone in effect")[1]
     assert "<dt>mean</dt><dd>[0.485, 0.456, 0.406]</dd>" in text
 
 
-def test_the_page_has_one_place_for_what_is_analysed(report: Any) -> None:
+def test_page_has_each_analysis_insert_marker_once(report: Any) -> None:
     text = report["report.html"].decode()
     assert [text.count(marker) for marker in analysis_section.INSERT_MARKERS] == [1, 1]
 
@@ -468,7 +466,7 @@ def test_names_from_a_config_cannot_break_the_page(tmp_path: Path) -> None:
     assert "&lt;b&gt;&amp;run" in text
 
 
-def test_the_page_names_what_the_run_was(report: Any) -> None:
+def test_page_shows_results_and_settings_of_the_run(report: Any) -> None:
     text = report["report.html"].decode()
     for part in (
         "85.0 %",
@@ -508,7 +506,7 @@ def test_bytes_are_written_with_three_digits(value: Any, text: str) -> None:
     assert format_bytes(value) == text
 
 
-def test_nothing_is_written_as_less_than_nothing() -> None:
+def test_tiny_negative_rates_are_formatted_as_zero() -> None:
     assert [html_parts.format_value(value, "rate") for value in (-1e-6, 0.0, -0.0155)] == [
         "0.0 %",
         "0.0 %",
@@ -558,7 +556,7 @@ def test_the_matrix_as_json_has_null_where_nothing_was_measured(tables: Any) -> 
     assert body["source"][3] == ["follows", "follows", "measured", "measured"]
 
 
-def test_artifacts_are_only_read(storage: Any, report: Any) -> None:
+def test_report_does_not_change_artifacts(storage: Any, report: Any) -> None:
     stage = fake_run.stages()[0]
     assert Artifact.need(f"{storage}/stages", stage.key).damage() is None
 
@@ -575,7 +573,7 @@ def test_capacity_counts_new_reused_and_total_units() -> None:
     assert shares == [("a", 2, 0, 2, 4), ("b", 1, 1, 3, 4)]
 
 
-def test_capacity_of_layers_that_grew_counts_the_new_entries_as_new() -> None:
+def test_capacity_counts_entries_of_grown_layers_as_new() -> None:
     a, b = view("a", blocks_0_ff=torch.ones(4).bool()), view("b", blocks_0_ff=torch.ones(12).bool())
     assert [(r["fresh"], r["again"], r["used"], r["size"]) for r in capacity([a, b], "ff")] == [
         (4, 0, 4, 4),
@@ -583,7 +581,7 @@ def test_capacity_of_layers_that_grew_counts_the_new_entries_as_new() -> None:
     ]
 
 
-def test_a_masks_profile_is_the_kept_share_of_each_output_unit() -> None:
+def test_mask_profile_is_kept_share_per_output_unit() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
     mask_view = view("a", blocks_0_fc1=mask, blocks_0_ff=torch.tensor([True, False]))
     assert mask_view.profile["blocks.0.fc1"].tolist() == [0.5, 0.25, 0.0]
@@ -592,10 +590,10 @@ def test_a_masks_profile_is_the_kept_share_of_each_output_unit() -> None:
     assert len(view("b", blocks_0_fc1=torch.ones(5000, 2).bool()).profile["blocks.0.fc1"]) == BINS
 
 
-def test_pictures_show_the_masks_that_the_method_says(
+def test_mask_figures_use_display_masks_of_the_method(
     tables: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chain's masks may follow from what it carries, and its state hold none."""
+    """The masks of a chain may follow from its carried state, while its task state has none."""
 
     class Owners(Method):
         @classmethod
@@ -615,7 +613,7 @@ def test_pictures_show_the_masks_that_the_method_says(
 
 # ---- new figures ---------------------------------------------------------------------------------
 def functions_returning(module: ModuleType, kinds: set[str]) -> dict[str, Any]:
-    """The functions that a module defines whose annotated return type is one of `kinds`."""
+    """Return the functions that a module defines with a return annotation in `kinds`."""
     functions = {}
     for name, function in vars(module).items():
         is_defined_here = getattr(function, "__module__", "") == module.__name__
@@ -633,7 +631,7 @@ def functions_returning(module: ModuleType, kinds: set[str]) -> dict[str, Any]:
         (search_pictures, [search_pictures.SEARCH_FIGURES]),
     ],
 )
-def test_every_captioned_figure_is_listed(
+def test_every_captioned_figure_is_registered(
     module: ModuleType, registries: list[dict[str, Any]]
 ) -> None:
     kinds = {"CaptionedFigure", "CaptionedFigure | None"}
@@ -649,12 +647,12 @@ def test_every_drawing_function_is_used(module: ModuleType) -> None:
         assert uses > 1, f"{module.__name__}.{name} is in no report: list it in a registry"
 
 
-def test_every_picture_of_a_method_reaches_its_record(report: dict[str, bytes]) -> None:
+def test_every_figure_of_a_method_reaches_its_tracking_record(report: dict[str, bytes]) -> None:
     names = [name for name in report if name.endswith("-finetune.png")]
     assert len(method_report_files(report, "finetune")) == len(names)
 
 
-def test_a_report_removes_what_an_earlier_one_wrote_and_nothing_else(tmp_path: Path) -> None:
+def test_report_removes_only_its_own_earlier_files(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     folder = tmp_path / "runs" / "mine"
     export(
@@ -662,8 +660,8 @@ def test_a_report_removes_what_an_earlier_one_wrote_and_nothing_else(tmp_path: P
     )
     (folder / "old.csv").write_text("changed by a person")
     export(store, "mine", {"report.html": b"1", "masks.csv": b"a", "maps/a.png": b"b"})
-    assert (folder / "masks.csv").read_bytes() == b"a", "written twice, and still there"
-    assert (folder / "old.csv").exists(), "changed since"
+    assert (folder / "masks.csv").read_bytes() == b"a", "written again, and therefore kept"
+    assert (folder / "old.csv").exists(), "changed by a person since it was written"
     (folder / "notes.txt").write_text("of a person")
     (tmp_path / "precious.txt").write_text("elsewhere")
     listed = folder / REPORT_FILES
@@ -676,6 +674,6 @@ def test_a_report_removes_what_an_earlier_one_wrote_and_nothing_else(tmp_path: P
     assert left == {"runs/mine/report.html", f"runs/mine/{REPORT_FILES}", *kept}
 
 
-def test_texts_between_backticks_are_code_and_nothing_else_is_markup() -> None:
+def test_only_backticks_are_rendered_as_markup() -> None:
     assert html_parts.mark_code("a `b<c>` & d") == "a <code>b&lt;c&gt;</code> &amp; d"
     assert html_parts.mark_code("one ` of <two>") == "one ` of &lt;two&gt;"

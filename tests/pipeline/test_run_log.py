@@ -1,4 +1,4 @@
-"""Promises of the driver's log: what stands in driver.log, and what `--log-level` prints."""
+"""Tests of the driver's log: the lines of driver.log, and the lines that `--log-level` prints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WALK = cast(Walk, None)  # the log does not read it
 
 @pytest.fixture(autouse=True)
 def project_logger() -> Iterator[logging.Logger]:
-    """The logger `accrete`, whose handlers and level are put back afterwards."""
+    """Yield the logger `accrete`, and restore its handlers and level afterwards."""
     logger = logging.getLogger("accrete")
     before = [*logger.handlers], logger.level, logger.propagate
     yield logger
@@ -50,7 +50,7 @@ def test_run_log_lists_stages_or_nothing_to_do(tmp_path: Path) -> None:
     assert log.count(", 0 to run\n") == 1, "the second run appends to the log of the first"
 
 
-def test_a_failure_a_retry_and_the_end_of_the_run_are_logged(tmp_path: Path) -> None:
+def test_failures_retries_and_end_of_run_are_logged(tmp_path: Path) -> None:
     log = run_log.RunLog()
 
     def fail() -> None:
@@ -102,7 +102,7 @@ def test_log_level_affects_only_printed_lines(
     level: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_log.log_to_stderr("error")
-    run_log.log_to_stderr(level)  # it replaces what was set before
+    run_log.log_to_stderr(level)  # it replaces the earlier level
     with run_log.driver_log(str(tmp_path), "r"):
         run_log.LOG.debug("one")
         run_log.LOG.info("two")
@@ -111,12 +111,12 @@ def test_log_level_affects_only_printed_lines(
     assert len(read_log(tmp_path, "r").splitlines()) == 2
 
 
-def test_a_log_level_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_log_level_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--log-level", "loud", "plan", "x.yaml"]) == 2
     assert "argument --log-level: invalid choice: 'loud'" in capsys.readouterr().err
 
 
-def test_in_a_bucket_the_log_is_written_at_the_end(
+def test_log_in_a_bucket_is_written_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: dict[str, bytes] = {}
@@ -131,7 +131,7 @@ def test_in_a_bucket_the_log_is_written_at_the_end(
     assert written["s3://bucket/storage/runs/r/driver.log"].endswith(b"accrete.run: started\n")
 
 
-def test_a_bucket_that_is_away_does_not_hide_how_the_run_ended(
+def test_unreachable_bucket_does_not_hide_the_run_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(path: str, data: bytes) -> None:
@@ -146,7 +146,7 @@ def test_a_bucket_that_is_away_does_not_hide_how_the_run_ended(
         end()
 
 
-# ---- a log that cannot be written costs nothing else ---------------------------------------------
+# ---- logs that cannot be written -----------------------------------------------------------------
 def put_symlink(path: Path) -> None:
     (path.parent / "outside.txt").write_text("theirs")
     path.symlink_to(path.parent / "outside.txt")
@@ -158,7 +158,7 @@ def put_symlink(path: Path) -> None:
 def test_irregular_driver_log_is_left_alone(
     put: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A storage folder may come from a stranger."""
+    """A storage folder may come from an untrusted source."""
     folder = tmp_path / "runs" / "r"
     folder.mkdir(parents=True)
     put(folder / run_log.FILE)
@@ -172,7 +172,7 @@ def test_irregular_driver_log_is_left_alone(
         assert (folder / "outside.txt").read_text() == "theirs"
 
 
-def test_a_full_disk_ends_the_log_without_a_word_and_not_the_run(
+def test_full_disk_silently_ends_the_log_but_not_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "runs").mkdir()
@@ -184,7 +184,7 @@ def test_a_full_disk_ends_the_log_without_a_word_and_not_the_run(
     assert capsys.readouterr().err == ""
 
 
-def test_the_log_of_a_shared_storage_can_be_written_by_its_group(tmp_path: Path) -> None:
+def test_log_in_shared_storage_is_group_writable(tmp_path: Path) -> None:
     tmp_path.chmod(0o2775)
     umask = os.umask(0o077)
     try:
@@ -205,13 +205,13 @@ def test_a_message_is_one_line_without_escape_sequences(tmp_path: Path) -> None:
 
 
 # ---- many stages ---------------------------------------------------------------------------------
-def test_a_run_of_a_thousand_stages_writes_a_few_lines_for_each(tmp_path: Path) -> None:
+def test_run_of_thousand_stages_logs_few_lines_per_stage(tmp_path: Path) -> None:
     stages = [Stage(f"m{n}/a/train", "train", f"key{n}", {}) for n in range(1000)]
     graph = Graph.of("many", stages)
     observed = scale.observed_run(Store(str(tmp_path)), graph)
-    assert observed.screen == 1000, "where nobody watches, a line when a stage is done"
+    assert observed.screen == 1000, "without a terminal, one line when a stage is done"
     assert observed.log == 3 * 1000, "launched, started, done"
-    assert observed.events == 4 * 1000 + 2, "the same and its progress; start and end of the run"
+    assert observed.events == 4 * 1000 + 2, "the same and progress; start and end of the run"
     events = tmp_path / "runs" / "many" / event_log.FILE
     assert max(map(len, events.read_text().splitlines())) < 400
     kinds = Counter(json.loads(line)["event"] for line in events.read_text().splitlines())

@@ -1,5 +1,5 @@
-"""Promises of `runs` and `status`: what is told of a run is what stands and what its driver does,
-while it goes on, after it was killed, and where nothing can be read."""
+"""Tests of the commands `runs` and `status`, and of the journal, event log and estimate of the time
+left behind them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RECORD = {"key_version": 1, "config": {}, "created": "2026-01-02T03:04:05+0000",
 
 
 def make_graph(name: str = "r") -> Graph:
-    """Return a graph of two cards' ingest, two trainings and their evaluations."""
+    """Return a graph with ingest of one card, and training and evaluation of two tasks."""
     stages = [
         Stage("data/a", "ingest", "k-data", {}),
         Stage("m/a/train", "train", "k-a", {"train": {"epochs": 2}}, ("data/a",), "m", "a"),
@@ -63,25 +63,25 @@ def save_record(store: Store, graph: Graph) -> None:
 
 
 def put_result(store: Store, key: str) -> None:
-    """Let a key have a result."""
+    """Write a result for a key."""
     folder = Path(store.root) / key
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
 
 
 def misses(graph: Graph) -> dict[str, Lookup]:
-    """Return look-ups that found nothing."""
+    """Return a miss for each stage."""
     return {stage.id: Lookup(False, "new") for stage in graph}
 
 
 def no_estimate(stages: Any) -> TimeLeft:
-    """Return that nothing is known."""
+    """Return an unknown time."""
     return TimeLeft(None, 0)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """An empty storage."""
+    """Return the store of an empty storage."""
     (tmp_path / "storage").mkdir()
     return Store(str(tmp_path / "storage"))
 
@@ -93,7 +93,7 @@ def events_of(store: Store, name: str = "r") -> list[dict[str, Any]]:
 
 
 def step(a_journal: Journal, walk: Walk, *events: Event) -> None:
-    """Launch what can run, and hand events to the walk and to the journal, as a run does."""
+    """Launch ready stages, and pass events to the walk and the journal, as a run does."""
     for decision in walk.decide():
         walk.record(decision)
         a_journal.on_decision(walk, decision)
@@ -105,7 +105,7 @@ def step(a_journal: Journal, walk: Walk, *events: Event) -> None:
 
 
 # ---- the journal ---------------------------------------------------------------------------------
-def test_a_status_follows_a_run_and_says_how_it_ended(store: Store) -> None:
+def test_status_follows_a_run_until_its_end(store: Store) -> None:
     graph = make_graph()
     save_record(store, graph)
     walk = Walk.over(graph, [], retries=1)
@@ -129,7 +129,7 @@ def test_a_status_follows_a_run_and_says_how_it_ended(store: Store) -> None:
         step(notes, walk)
     status = runs.run_status(store.storage, "r")
     assert status.state == "stopped"
-    assert status.counts == {"missing": 1, "failed": 1, "blocked": 3}  # no result stands
+    assert status.counts == {"missing": 1, "failed": 1, "blocked": 3}  # the store has no results
     assert status.driver is not None
     assert status.driver.command == "go on"
     kinds = [event["event"] for event in events_of(store)]
@@ -149,7 +149,9 @@ def test_a_status_follows_a_run_and_says_how_it_ended(store: Store) -> None:
         (UserError("stage m/a/train failed"), "failed"),
     ],
 )
-def test_a_run_that_ends_early_says_how(error: BaseException, state: str, store: Store) -> None:
+def test_status_states_how_a_run_ended_early(
+    error: BaseException, state: str, store: Store
+) -> None:
     graph = make_graph()
     save_record(store, graph)
     with (
@@ -163,7 +165,7 @@ def test_a_run_that_ends_early_says_how(error: BaseException, state: str, store:
     assert status.driver.message == str(error)
 
 
-def test_a_finished_run_is_finished_whatever_was_noted(store: Store) -> None:
+def test_run_with_all_results_is_finished_despite_noted_failure(store: Store) -> None:
     graph = make_graph()
     save_record(store, graph)
     with (
@@ -177,7 +179,7 @@ def test_a_finished_run_is_finished_whatever_was_noted(store: Store) -> None:
     assert runs.list_runs(store.storage)[0].state == "finished"
 
 
-def test_secrets_are_in_no_note(store: Store) -> None:
+def test_secrets_are_removed_from_journal_files(store: Store) -> None:
     graph = make_graph()
     walk = Walk.over(graph, [], retries=0)
     secret = "s3://me:hunter22@host/x"
@@ -191,7 +193,7 @@ def test_secrets_are_in_no_note(store: Store) -> None:
         assert "hunter22" not in text
 
 
-def test_a_second_driver_of_a_run_leaves_the_status_to_the_first(store: Store) -> None:
+def test_second_driver_leaves_the_status_to_the_first(store: Store) -> None:
     graph = make_graph()
     save_record(store, graph)
     todo = {*graph.stages}
@@ -207,7 +209,7 @@ def test_a_second_driver_of_a_run_leaves_the_status_to_the_first(store: Store) -
     assert starts == ["first", "second"]
 
 
-def test_readers_never_see_a_part_of_a_status(store: Store) -> None:
+def test_readers_never_see_a_partially_written_status(store: Store) -> None:
     stages: Any = {f"m/{number}/train": {"state": "waiting"} for number in range(2000)}
     status: LiveStatus = {
         "name": "r",
@@ -257,7 +259,7 @@ def test_an_event_log_is_bounded_and_keeps_the_newest_events(store: Store) -> No
     assert len(events_of(store)[-1]["message"]) == event_log.MAX_TEXT
 
 
-def test_an_event_log_in_a_bucket_goes_on_where_it_was(
+def test_reopened_event_log_in_a_bucket_is_appended(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_log, "is_local", lambda uri: False)
@@ -308,10 +310,12 @@ def test_unread_event_log_in_a_bucket_is_not_overwritten(
     log = EventLog(store.storage, "r", max_bytes=10)
     log.write("note", message="lost")
     log.close()
-    assert [event["message"] for event in events_of(store)] == ["old", "new"], "larger than 10"
+    assert [event["message"] for event in events_of(store)] == ["old", "new"], (
+        "the log exceeds max_bytes"
+    )
 
 
-def test_a_log_that_cannot_be_written_stops_no_run(store: Store, tmp_path: Path) -> None:
+def test_unwritable_log_does_not_stop_a_run(store: Store, tmp_path: Path) -> None:
     folder = Path(store.storage) / "runs" / "r"
     folder.mkdir(parents=True)
     (folder / "events.jsonl").symlink_to(tmp_path / "elsewhere")
@@ -322,9 +326,9 @@ def test_a_log_that_cannot_be_written_stops_no_run(store: Store, tmp_path: Path)
     assert not (tmp_path / "elsewhere").exists()
 
 
-# ---- who is alive --------------------------------------------------------------------------------
+# ---- live and dead drivers -----------------------------------------------------------------------
 def hold_run(storage: str, ready: Any) -> None:
-    """Write the status of a run as its driver, and wait to be killed."""
+    """Act as the driver of a run, and wait to be killed."""
     graph = make_graph()
     store = Store(storage)
     todo = {*graph.stages}
@@ -333,7 +337,7 @@ def hold_run(storage: str, ready: Any) -> None:
         time.sleep(60)
 
 
-def test_a_killed_driver_is_told_as_such(store: Store) -> None:
+def test_killed_driver_is_reported_as_killed(store: Store) -> None:
     save_record(store, make_graph())
     context = multiprocessing.get_context("fork")
     ready = context.Event()
@@ -353,20 +357,20 @@ def test_a_killed_driver_is_told_as_such(store: Store) -> None:
     assert runs.list_runs(store.storage)[0].state == "killed"
 
 
-def test_a_driver_elsewhere_lives_as_long_as_it_is_heard_of(store: Store) -> None:
+def test_remote_driver_is_alive_while_its_status_is_recent(store: Store) -> None:
     graph = make_graph()
     with keep_journal(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate):
         status = read_status(store.storage, "r")
     assert status is not None
     status["state"] = "running"
-    assert not live_status.is_alive(store.storage, status)  # of this machine, without its lock
+    assert not live_status.is_alive(store.storage, status)  # same host, but the lock is free
     status["host"] = "elsewhere"
     assert live_status.is_alive(store.storage, status)
     status["updated"] -= 3600
     assert not live_status.is_alive(store.storage, status)
 
 
-def test_asking_for_a_lock_takes_none(store: Store) -> None:
+def test_is_locked_does_not_take_the_lock(store: Store) -> None:
     assert is_locked(store.root, "run-r") is False
     with stage_lock(store.root, "run-r"):
         assert is_locked(store.root, "run-r") is True
@@ -377,7 +381,7 @@ def test_asking_for_a_lock_takes_none(store: Store) -> None:
 
 
 # ---- time left -----------------------------------------------------------------------------------
-def test_time_left_is_what_stages_of_the_kind_took_per_epoch_and_task() -> None:
+def test_time_left_is_estimated_from_measured_stages_of_each_kind() -> None:
     graph = make_graph()
     stages: Any = {
         "data/a": {"state": "done", "wall_s": 5.0},
@@ -387,7 +391,7 @@ def test_time_left_is_what_stages_of_the_kind_took_per_epoch_and_task() -> None:
         "m/b/evaluate": {"state": "waiting"},
     }
     left = estimate_time_left(graph, stages, 1, clock=lambda: 101.0)
-    assert left == TimeLeft(40.0, 2)  # 10 s an epoch; no evaluation was measured
+    assert left == TimeLeft(40.0, 2)  # 10 s per epoch; no evaluation was measured
     stages["m/a/evaluate"] = {"state": "reused", "wall_s": 3.0}
     assert estimate_time_left(graph, stages, 1, clock=lambda: 101.0) == TimeLeft(46.0, 0)
     running = {"state": "running", "since": 101.0, "progress": {"left_s": 11.0}}
@@ -396,9 +400,9 @@ def test_time_left_is_what_stages_of_the_kind_took_per_epoch_and_task() -> None:
     stages["m/b/train"] = {"state": "running", "since": 101.0}
     assert estimate_time_left(graph, stages, 1, clock=lambda: 121.0) == TimeLeft(26.0, 0)
     late = estimate_time_left(graph, stages, 1, clock=lambda: 142.0)
-    assert late == TimeLeft(6.0, 0), "by 1 s, and an evaluation of 6 s follows"
+    assert late == TimeLeft(6.0, 0), "1 s late, and an evaluation of 6 s follows"
     later = estimate_time_left(graph, stages, 1, clock=lambda: 148.0)
-    assert later == TimeLeft(None, 0), "by more than all that is left, and nobody knows how long"
+    assert later == TimeLeft(None, 0), "unknown: the delay exceeds the rest"
     assert TimeLeftEstimator(graph, 0)({key: {"state": "waiting"} for key in stages}) == (None, 5)
     stages = {key: {"state": "failed"} for key in stages}
     assert estimate_time_left(graph, stages, 1) == TimeLeft(0.0, 0)
@@ -406,7 +410,7 @@ def test_time_left_is_what_stages_of_the_kind_took_per_epoch_and_task() -> None:
 
 # ---- the commands --------------------------------------------------------------------------------
 def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
-    """Run a command. Return what it printed."""
+    """Run a command and return its output."""
     capsys.readouterr()
     assert cli.main(list(argv)) == code
     captured = capsys.readouterr()
@@ -415,7 +419,7 @@ def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a run that is finished."""
+    """Run a small config; return its path."""
     folder = tmp_path_factory.mktemp("runs")
     body = small_run.make_body(folder, small_run.make_cards(folder, "ab"), ["meat", "linear"])
     config = small_run.write_config(folder / "config.yaml", body)
@@ -457,7 +461,7 @@ def test_status_of_a_finished_run_lists_its_stages(
     assert runs.run_status(str(finished.parent / "storage"), "small").state == "finished"
 
 
-def test_the_picture_of_a_run_has_its_states_and_leads_to_the_report(
+def test_status_picture_has_stage_states_and_links_to_the_report(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage = str(finished.parent / "storage")
@@ -474,7 +478,7 @@ def test_the_picture_of_a_run_has_its_states_and_leads_to_the_report(
     assert "name a file in an existing folder" in text
 
 
-def test_events_of_a_run_say_what_ran_where(finished: Path) -> None:
+def test_events_record_where_each_stage_ran(finished: Path) -> None:
     events = events_of(Store(str(finished.parent / "storage")), "small")
     started = {event["stage"]: event["where"] for event in events if event["event"] == "started"}
     done = {event["stage"] for event in events if event["event"] == "done"}
@@ -484,7 +488,7 @@ def test_events_of_a_run_say_what_ran_where(finished: Path) -> None:
     assert events[-1]["state"] == "finished"
 
 
-def test_a_run_with_missing_results_says_how_many_stand(
+def test_run_with_missing_results_shows_finished_and_total_counts(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage = tmp_path / "storage"
@@ -496,7 +500,7 @@ def test_a_run_with_missing_results_says_how_many_stand(
     assert "10/11" in output(capsys, "runs", "--storage", str(storage))
 
 
-def test_an_interrupted_stage_continues_from_its_checkpoint(store: Store) -> None:
+def test_interrupted_stage_is_reported_to_continue_from_its_checkpoint(store: Store) -> None:
     graph = make_graph()
     save_record(store, graph)
     write_bytes(join(store.storage, "checkpoints", "k-a", "latest.json"), b"{}")
@@ -520,7 +524,7 @@ def test_an_interrupted_stage_continues_from_its_checkpoint(store: Store) -> Non
         ("missing.yaml", "config 'missing.yaml' does not exist"),
     ],
 )
-def test_an_unknown_run_is_one_sentence(
+def test_unknown_run_is_reported_in_one_sentence(
     name: str, sentence: str, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage = str(finished.parent / "storage")
@@ -529,7 +533,7 @@ def test_an_unknown_run_is_one_sentence(
     assert len(text.splitlines()) == 1
 
 
-def test_a_storage_that_cannot_be_listed_is_one_sentence(
+def test_unlistable_storage_is_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
@@ -541,7 +545,9 @@ def test_a_storage_that_cannot_be_listed_is_one_sentence(
         )
 
 
-def test_storages_without_runs_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_storages_without_runs_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     missing = str(tmp_path / "nowhere")
     assert "does not exist; give the folder" in output(capsys, "runs", "--storage", missing, code=2)
     assert not Path(missing).exists()
@@ -554,7 +560,7 @@ def test_storages_without_runs_are_told(tmp_path: Path, capsys: pytest.CaptureFi
     "damage",
     [b"", b"{", b"[]", b'{"name": "small"}', b'{"name": "small", "stages": {"a": 3}}', b"\xff"],
 )
-def test_a_status_that_is_damaged_or_foreign_is_left_aside(
+def test_damaged_or_foreign_status_file_is_ignored(
     damage: bytes, finished: Path, tmp_path: Path
 ) -> None:
     storage = tmp_path / "storage"
@@ -564,7 +570,7 @@ def test_a_status_that_is_damaged_or_foreign_is_left_aside(
     assert (status.state, status.driver) == ("finished", None)
 
 
-def test_what_a_stranger_wrote_moves_no_cursor(store: Store) -> None:
+def test_control_characters_in_a_status_are_not_printed(store: Store) -> None:
     graph = make_graph()
     save_record(store, graph)
     with (
@@ -577,7 +583,7 @@ def test_what_a_stranger_wrote_moves_no_cursor(store: Store) -> None:
     assert "news" in text
 
 
-def test_failed_tries_are_counted_also_the_last_one(store: Store) -> None:
+def test_all_failed_tries_are_counted_including_the_last(store: Store) -> None:
     graph = make_graph()
     save_record(store, graph)
     walk = Walk.over(graph, [], retries=1)
@@ -592,7 +598,7 @@ def test_failed_tries_are_counted_also_the_last_one(store: Store) -> None:
     for decision in walk.decide():
         walk.record(decision)
         notes.on_decision(walk, decision)
-    assert notes.is_over, "the others are blocked"
+    assert notes.is_over, "the other stages are blocked"
 
 
 def test_watch_prints_changes_until_the_run_ends(

@@ -1,4 +1,4 @@
-"""The JSON schemas that editors use: every shipped file is valid by them, and mistakes are not."""
+"""Tests of the JSON schemas for editors: shipped files are valid, and mistakes are found."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def test_every_shipped_search_is_valid(path: Path, validators: Any) -> None:
         ({"stream": {"taks": []}}, "taks"),
     ],
 )
-def test_a_mistake_in_a_search_is_seen(body: Any, words: str, validators: Any) -> None:
+def test_schema_rejects_mistake_in_search(body: Any, words: str, validators: Any) -> None:
     errors = list(validators["search"].iter_errors(body))
-    assert errors, "an editor would say nothing"
+    assert errors, "the schema accepts the mistake"
     assert any(words in str(error) for error in errors)
 
 
@@ -101,9 +101,9 @@ def test_a_mistake_in_a_search_is_seen(body: Any, words: str, validators: Any) -
         ({"extends": 3}, "3"),
     ],
 )
-def test_a_mistake_in_a_config_is_seen(body: Any, words: str, validators: Any) -> None:
+def test_schema_rejects_mistake_in_config(body: Any, words: str, validators: Any) -> None:
     errors = list(validators["config"].iter_errors(body))
-    assert errors, "an editor would say nothing"
+    assert errors, "the schema accepts the mistake"
     assert any(words in str(error) for error in errors)
 
 
@@ -117,11 +117,11 @@ def test_a_mistake_in_a_config_is_seen(body: Any, words: str, validators: Any) -
         {"extends": ["a.yaml", "b.yaml"]},
     ],
 )
-def test_what_a_config_may_say_is_valid(body: Any, validators: Any) -> None:
+def test_schema_accepts_valid_config_forms(body: Any, validators: Any) -> None:
     assert first_error(validators["config"], body) == ""
 
 
-def test_a_mistake_on_a_card_is_seen(validators: Any) -> None:
+def test_schema_rejects_mistake_in_card(validators: Any) -> None:
     body = body_of(REPOSITORY / "datasets" / "digits" / "card.yaml")
     mistakes: list[dict[str, Any]] = [
         {"clases": []},
@@ -132,7 +132,7 @@ def test_a_mistake_on_a_card_is_seen(validators: Any) -> None:
         assert first_error(validators["card"], body | changes)
 
 
-def test_every_key_has_a_meaning_that_an_editor_shows() -> None:
+def test_schema_describes_keys_and_methods_for_editors() -> None:
     schema = build_config_schema()
     lambda_schema = schema["definitions"]["meat"]["properties"]["lambda"]
     assert "KEPT" in lambda_schema["description"]
@@ -140,7 +140,7 @@ def test_every_key_has_a_meaning_that_an_editor_shows() -> None:
     assert "PNAS" in methods["properties"]["ewc"]["description"]
 
 
-def test_the_command_prints_it_and_a_config_may_name_it_in_a_comment(
+def test_schema_command_prints_schemas_and_config_comment_may_name_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["schema"]) == 0

@@ -1,5 +1,4 @@
-"""A search: its file, what it refuses, points that a kill does not change; and whole searches on
-Ray Tune."""
+"""Tests of searches: the search file, errors, suggested points, budgets, and runs on Ray Tune."""
 
 from __future__ import annotations
 
@@ -101,7 +100,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("body", "sentences"), BAD)
-def test_a_search_that_cannot_work_is_refused_in_one_sentence(
+def test_invalid_search_is_refused_in_one_sentence(
     tmp_path: Path, body: dict[str, Any], sentences: list[str]
 ) -> None:
     with pytest.raises(UserError) as error:
@@ -112,7 +111,7 @@ def test_a_search_that_cannot_work_is_refused_in_one_sentence(
     assert not (tmp_path / "storage" / "searches").exists()
 
 
-def test_the_stream_of_a_search_replaces_that_of_its_base_and_is_checked(
+def test_search_stream_replaces_base_stream_and_is_validated(
     tmp_path: Path,
 ) -> None:
     stream = {"tasks": [{"card": "x"}]}
@@ -122,7 +121,7 @@ def test_the_stream_of_a_search_replaces_that_of_its_base_and_is_checked(
         prepared(tmp_path, protocol="two_streams", stream=stream, set={"stream": [1]})
 
 
-def test_a_config_for_run_is_refused_as_a_search(tmp_path: Path) -> None:
+def test_run_config_is_refused_as_a_search_file(tmp_path: Path) -> None:
     written(tmp_path)
     with pytest.raises(UserError, match="pipeline run"):
         spec.prepare_search(str(tmp_path / "base.yaml"), [])
@@ -138,12 +137,12 @@ def test_a_config_for_run_is_refused_as_a_search(tmp_path: Path) -> None:
         (["methods=[mete]"], "method 'mete' has no predefined search; did you mean 'meat'"),
     ],
 )
-def test_a_config_is_searched_for_one_method(overrides: list[str], sentence: str) -> None:
+def test_search_of_a_config_requires_one_known_method(overrides: list[str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         spec.load_search_file("configs/streams/digits.yaml", overrides)
 
 
-def test_the_search_of_a_method_is_that_of_its_file(tmp_path: Path) -> None:
+def test_method_search_uses_its_predefined_space_and_overrides(tmp_path: Path) -> None:
     more = ["methods=[meat]", f"storage={tmp_path}", "budget.trials=3", "seed=4"]
     settings, body, _ = spec.load_search_file("configs/streams/digits.yaml", more)
     assert settings.name == "digits-meat"
@@ -179,7 +178,7 @@ def test_overrides_reach_the_search_and_its_base(tmp_path: Path) -> None:
     assert search.body["train"]["epochs"] == 1
 
 
-def test_overrides_without_set_reach_the_base_where_the_search_has_no_such_key(
+def test_overrides_unknown_to_the_search_apply_to_its_base(
     tmp_path: Path,
 ) -> None:
     elsewhere = str(tmp_path / "elsewhere")
@@ -194,10 +193,10 @@ def test_overrides_without_set_reach_the_base_where_the_search_has_no_such_key(
         set={"train.epochs": 1, "cluster": {"workers": 4, "retries": 1}},
     )
     assert search.storage == elsewhere
-    assert search.cluster.workers == 2, "one key by another, the last one counts"
+    assert search.cluster.workers == 2, "keys are replaced one by one, and the last value counts"
     assert search.cluster.cpus_per_worker == 3
     assert search.cluster.retries == 1
-    assert search.settings.seed == 7, "the search's own key first"
+    assert search.settings.seed == 7, "a key of the search itself has priority"
     assert search.body["seed"] == 5
     assert search.body["methods"]["meat"]["gamma"] == 3
     assert search.body["train"]["epochs"] == 1
@@ -249,7 +248,7 @@ def test_a_different_search_of_the_same_name_is_not_resumed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("damage", [lambda file: file.write_bytes(b"{"), Path.unlink])
-def test_trials_of_an_unknown_search_are_not_used(
+def test_trials_without_a_valid_search_file_are_refused(
     tmp_path: Path, damage: Callable[[Path], Any]
 ) -> None:
     search = prepared(tmp_path)
@@ -271,7 +270,7 @@ def test_a_resumed_greedy_search_cannot_change_its_number_of_trials(
     prepared(tmp_path, protocol="per_task", budget={"trials": 2, "hours": 1})
 
 
-def test_the_winner_is_a_config_that_run_accepts(tmp_path: Path) -> None:
+def test_winner_is_written_as_a_valid_run_config(tmp_path: Path) -> None:
     search = prepared(tmp_path)
     spec.write_state(search)
     _, plan = next(iter(run.phases(search, {})))
@@ -302,7 +301,7 @@ def test_the_winner_is_a_config_that_run_accepts(tmp_path: Path) -> None:
     assert written_winner["tests"] == [test]
 
 
-def test_a_kill_does_not_change_the_points_that_tpe_suggests(tmp_path: Path) -> None:
+def test_tpe_suggests_the_same_points_after_a_restart(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     search = prepared(tmp_path, algorithm="tpe")
 
@@ -325,14 +324,14 @@ def test_a_kill_does_not_change_the_points_that_tpe_suggests(tmp_path: Path) -> 
     whole = ask_for_points(tune.Optuna(search), range(25), [])
     assert ask_for_points(tune.Optuna(search), range(25), whole[:14]) == whole
     assert len({repr(point) for point in whole[:10]}) == 10, (
-        "before it knows anything, each point is another one"
+        "the first points, chosen without results, must differ"
     )
     late = [p["methods.meat.lambda"] for p in whole[15:]]
-    assert sum(late) / 10 > 0.85, "it looks where accuracy was high"
+    assert sum(late) / 10 > 0.85, "it must suggest points where accuracy was high"
 
 
-def test_tpe_does_not_look_where_trials_were_stopped_early(tmp_path: Path) -> None:
-    """Above 0.75 a trial is stopped after one task, whose accuracy is the higher one."""
+def test_tpe_avoids_regions_of_early_stopped_trials(tmp_path: Path) -> None:
+    """Trials above 0.75 are stopped after one task, with a higher accuracy than finished trials."""
     pytest.importorskip("optuna")
     search = prepared(tmp_path, algorithm="tpe", budget={"trials": 60})
     spec.write_state(search)
@@ -347,7 +346,7 @@ def test_tpe_does_not_look_where_trials_were_stopped_early(tmp_path: Path) -> No
         trial.write_record(search.storage, search.name, cast(Trial, body))
         asked.on_trial_complete(str(number))
         stopped.append(is_stopped)
-    assert sum(stopped[20:]) <= 10, "half of them would be chance"
+    assert sum(stopped[20:]) <= 10, "random points would give about 10"
 
 
 @pytest.mark.parametrize("count", range(2, 11))
@@ -392,7 +391,7 @@ def test_a_first_rung_that_cannot_compare_independent_tasks_is_reported(tmp_path
         assert (f"note: {search.note}" in SearchScreen(search).head()) == has_note
 
 
-def test_a_budget_of_gpu_hours_ends_when_trials_have_used_it(tmp_path: Path) -> None:
+def test_gpu_hour_budget_ends_the_search_when_used_up(tmp_path: Path) -> None:
     more = ["cluster.stages={evaluate: {gpus: 0.5}}"]  # the only stages on a GPU
     search = prepared(tmp_path, *more, budget={"gpu_hours": 2})
     spec.write_state(search)
@@ -404,12 +403,12 @@ def test_a_budget_of_gpu_hours_ends_when_trials_have_used_it(tmp_path: Path) -> 
     assert used == [False, False, True]
     stopper = tune.GpuBudgetStopper(search)
     assert stopper("x", {})
-    assert not stopper.stop_all(), "trials that have just begun end at their own results"
+    assert not stopper.stop_all(), "new trials must end at their own results"
     assert not tune.GpuBudgetStopper(prepared(tmp_path, *more, budget={"gpu_hours": 4}))("x", {})
 
 
 def on_gpus(tmp_path: Path, count: int, gpu_s: float, **more: Any) -> spec.Search:
-    """Return a search with trials that are at work, each with a result and some time on GPUs."""
+    """Return a search with running trials, each with a result and some GPU time."""
     stages = "cluster.stages={evaluate: {gpus: 0.5}}"
     search = prepared(tmp_path, stages, **{"budget": {"gpu_hours": 2}, **more})
     spec.write_state(search)
@@ -425,7 +424,7 @@ def asking(search: spec.Search, until: int | None = None) -> tune.AskingSearcher
     return tune.AskingSearcher(search, plan, 0)
 
 
-def test_trials_that_were_interrupted_wait_for_gpu_hours(tmp_path: Path) -> None:
+def test_interrupted_trials_wait_for_a_larger_gpu_budget(tmp_path: Path) -> None:
     search = on_gpus(tmp_path, 2, gpu_s=3600.0)
     assert asking(search).suggest("x") == Searcher.FINISHED
     more = prepared(tmp_path, "cluster.stages={evaluate: {gpus: 0.5}}", budget={"gpu_hours": 3})
@@ -433,7 +432,7 @@ def test_trials_that_were_interrupted_wait_for_gpu_hours(tmp_path: Path) -> None
     assert [asked.suggest(str(number))["number"] for number in range(3)] == [0, 1, 2]
 
 
-def test_a_population_ends_with_its_gpu_hours(
+def test_population_search_ends_when_gpu_hours_are_used_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds: list[int | None] = []
@@ -450,11 +449,11 @@ def test_a_population_ends_with_its_gpu_hours(
     search = on_gpus(tmp_path, 0, gpu_s=0.0, scheduler="pbt", budget=budget)
     plan = trial.PhasePlan(search.name, search.storage, search.body, {}, ("a", "b", "c"))
     tune.run_population(search, plan, 0, lambda record: None)
-    assert rounds == [1], "the first round has used all of it"
+    assert rounds == [1], "the first round must use up the budget"
     assert asking(search, until=2).suggest("x") == Searcher.FINISHED
 
 
-def test_a_search_ends_when_trials_run_nothing_any_more(tmp_path: Path) -> None:
+def test_search_ends_when_trials_run_no_new_stages(tmp_path: Path) -> None:
     search = prepared(tmp_path, budget={"stages": 1000})
     spec.write_state(search)
     asked = asking(search)
@@ -466,10 +465,10 @@ def test_a_search_ends_when_trials_run_nothing_any_more(tmp_path: Path) -> None:
     assert asked.suggest("x") == Searcher.FINISHED
     bounded = prepared(tmp_path / "bounded", budget={"trials": 1000})
     bounded.costs = search.costs
-    assert asking(bounded).suggest("x") != Searcher.FINISHED, "as many as were asked for"
+    assert asking(bounded).suggest("x") != Searcher.FINISHED, "`budget.trials` must be reached"
 
 
-def test_the_number_of_parallel_trials_follows_from_the_cluster() -> None:
+def test_parallel_trials_depend_on_cluster_resources() -> None:
     def room(resources: dict[str, float], *other_jobs: str, **cluster: Any) -> int:
         drivers = {"01": ("01-search",)}
         for job in other_jobs:
@@ -482,7 +481,7 @@ def test_the_number_of_parallel_trials_follows_from_the_cluster() -> None:
     assert room({"CPU": 8.0}, workers=0) == 8
     assert room({"CPU": 8.0}, workers=2, cpus_per_worker=2) == 2
     assert room({"CPU": 8.0, "GPU": 1.0}, workers=1, gpus_per_worker=0.25) == 4
-    assert room({"CPU": 8.0}, "02", workers=0) == 4, "a run has the other half"
+    assert room({"CPU": 8.0}, "02", workers=0) == 4, "the other job must get half of the CPUs"
     assert tune.compute_resources(config.ClusterSettings(workers=1, gpus_per_worker=0.25)) == {
         "CPU": 1,
         "GPU": 0.25,
@@ -558,7 +557,7 @@ def learned_tasks(record: Trial) -> list[str]:
 
 
 def essence(trials: list[Trial]) -> list[Any]:
-    """Return what must not depend on how often a search was interrupted."""
+    """Return the values that must not depend on interruptions of a search."""
     return [
         (record["number"], record["params"], record["status"], record["results"])
         for record in trials
@@ -604,7 +603,7 @@ def test_a_killed_search_resumes_and_has_the_same_winner(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_halving_stops_poor_trials_and_failed_trials_do_not_end_the_search(tmp_path: Path) -> None:
+def test_halving_stops_poor_trials_and_failed_trials_are_tolerated(tmp_path: Path) -> None:
     space = {"methods.individual.train.lr": {"dist": "choice", "values": [1e-9, 1e-8, 3e-3, 1e30]}}
     more: dict[str, Any] = {
         "method": "individual",
@@ -631,7 +630,7 @@ def test_halving_stops_poor_trials_and_failed_trials_do_not_end_the_search(tmp_p
 
 
 @pytest.mark.slow
-def test_first_tasks_two_streams_and_several_workers(tmp_path: Path) -> None:
+def test_first_k_tasks_and_two_streams_protocols_choose_their_tasks(tmp_path: Path) -> None:
     cards = small_run.make_cards(tmp_path, ["a", "b", "c"])
     path = written(
         tmp_path,
@@ -674,7 +673,7 @@ def test_a_per_task_search_chooses_a_winner_for_each_task(tmp_path: Path) -> Non
     searched(path, tmp_path / "out")
     trials = records(tmp_path)
     phases = [(record["number"], record["phase"]) for record in trials]
-    assert phases == [(0, "a"), (1, "a"), (2, "b"), (3, "b")], "the base task is the backbone's"
+    assert phases == [(0, "a"), (1, "a"), (2, "b"), (3, "b")], "the base task has no trials"
     settings = winner_body(tmp_path)["methods"]["meat"]
     chosen: dict[str, Trial] = {}
     for phase in "ab":
@@ -682,18 +681,20 @@ def test_a_per_task_search_chooses_a_winner_for_each_task(tmp_path: Path) -> Non
         chosen[phase] = max(of_phase, key=lambda record: record["results"][-1]["accuracy"])
         task_params = {f"methods.meat.{k}": v for k, v in settings["tasks"][phase].items()}
         assert task_params == chosen[phase]["params"]
-    assert "lambda" not in settings, "common settings stay the base's"
+    assert "lambda" not in settings, "common settings must stay those of the base config"
     first_key = stage_keys(chosen["a"])["meat/a/train"]
     for record in trials[2:]:
         assert stage_keys(record)["meat/a/train"] == first_key, (
-            "the next task goes on from the first one's choice"
+            "the second task must continue from the winner of the first one"
         )
     winner_key = winner_keys(tmp_path)["meat/b/train"]
-    assert winner_key == stage_keys(chosen["b"])["meat/b/train"], "the winner is what was chosen"
+    assert winner_key == stage_keys(chosen["b"])["meat/b/train"], (
+        "the winner must be the chosen trial"
+    )
 
 
 @pytest.mark.slow
-def test_a_poor_trial_of_a_population_continues_from_a_better_one(tmp_path: Path) -> None:
+def test_poor_trial_of_a_population_continues_from_better_one(tmp_path: Path) -> None:
     space = {"methods.individual.train.lr": {"dist": "choice", "values": [1e-9, 3e-3]}}
     more: dict[str, Any] = {
         "method": "individual",
@@ -712,20 +713,20 @@ def test_a_poor_trial_of_a_population_continues_from_a_better_one(tmp_path: Path
     trials = records(tmp_path)
     good, poor = trials
     assert first_points == [{"methods.individual.train.lr": rate} for rate in (3e-3, 1e-9)], (
-        "one of them learns nothing"
+        "one learning rate must be too low to learn"
     )
     assert poor["history"]["a"] == good["history"]["a"] == first_points[0], (
-        "and takes over what the other one has learned"
+        "the poor trial must take over the first task of the good one"
     )
     assert poor["rounds"][0]["params"] == first_points[1]
-    # it is the poorer one until it takes over, after the first task
+    # It has the lower accuracy until it takes over, after the first task.
     assert poor["rounds"][0]["accuracy"] < good["rounds"][0]["accuracy"]
     assert poor["rounds"][1]["params"] == first_points[0]
     for record in trials:
         assert record["status"] == "finished"
         assert list(record["history"]) == ["a", "b", "c"]
         assert record["results"][-1]["accuracy"] == record["rounds"][-1]["accuracy"], (
-            "nothing is taken over after the last task"
+            "nothing may be taken over after the last task"
         )
     assert poor["results"][0] == good["results"][0]
     best_trial = trials[winner(tmp_path)["trial"]]
@@ -736,7 +737,7 @@ def test_a_poor_trial_of_a_population_continues_from_a_better_one(tmp_path: Path
     assert winner_key == stage_keys(best_trial)["individual/c/train"]
 
 
-def test_a_second_process_does_not_change_a_running_search_or_its_record(
+def test_second_process_on_a_running_search_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, storage = written(tmp_path), tmp_path / "storage"
@@ -753,9 +754,9 @@ def test_a_second_process_does_not_change_a_running_search_or_its_record(
         run.execute(search, SearchScreen(search), "", "")
 
 
-# ---- the page, its winner and its end ------------------------------------------------------------
+# ---- the page, the winner and the end of a search ------------------------------------------------
 class QuietRecorder:
-    """Stands in for the recorder, and keeps how the search ended."""
+    """A stub of the recorder that keeps the final status of the search."""
 
     warnings: tuple[str, ...] = ()
     statuses: tuple[str, ...] = ()
@@ -767,7 +768,7 @@ class QuietRecorder:
         """Do nothing."""
 
     def links(self) -> list[str]:
-        """Return none."""
+        """Return no links."""
         return []
 
     def finish(self, files: Any, winner: Any, status: str) -> None:
@@ -782,7 +783,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[QuietRecorder]:
     return QuietRecorder
 
 
-def test_a_port_for_prometheus_that_is_taken_is_what_the_error_says(
+def test_prometheus_port_in_use_is_reported_and_search_fails(
     tmp_path: Path, recorder: type[QuietRecorder]
 ) -> None:
     with socket.socket() as taken:
@@ -796,10 +797,10 @@ def test_a_port_for_prometheus_that_is_taken_is_what_the_error_says(
     assert recorder.statuses == ("FAILED",)
 
 
-def test_the_page_is_that_of_a_running_search_until_the_winner_is_measured(
+def test_page_shows_running_search_until_winner_is_measured(
     tmp_path: Path, recorder: type[QuietRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread writes it when the winner is known, and after each of its seeds."""
+    """A thread writes the page when the winner is known, and after each seed of the winner."""
     search = prepared(tmp_path, seeds=[0, 1])
     pages: list[tuple[bool | None, int]] = []
     written = threading.Semaphore(0)
@@ -813,7 +814,7 @@ def test_the_page_is_that_of_a_running_search_until_the_winner_is_measured(
         return {}
 
     def one_trial(search: spec.Search, *_: Any) -> run.SearchOutcome:
-        assert written.acquire(timeout=60), "the first page is there before a trial"
+        assert written.acquire(timeout=60), "the first page must precede the first trial"
         trial.write_record(search.storage, search.name, cast(Trial, fake_search.trial(0)))
         return run.SearchOutcome(0, {})
 
@@ -836,7 +837,7 @@ def test_the_page_is_that_of_a_running_search_until_the_winner_is_measured(
     assert recorder.statuses == ("FINISHED",)
 
 
-def test_why_there_is_no_winner_names_the_bound_that_is_used_up(tmp_path: Path) -> None:
+def test_missing_winner_explanation_names_the_limiting_setting(tmp_path: Path) -> None:
     search = on_gpus(tmp_path, 2, gpu_s=3600.0)
     assert "--set budget.gpu_hours=N" in run.explain_no_winner(search, "", "")
     for number in range(2):

@@ -1,5 +1,5 @@
-"""The record of a search in MLflow: nested trials, curves and the winner; all of it can be written
-again from the store, and nothing is written twice."""
+"""Tests of the MLflow record of a search: nested trials, curves, the winner, and rebuilding it from
+the store without duplicates."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from pipeline.tracking import mlflow_client, outbox, ui
 from pipeline.tracking.search_recorder import SearchRecorder, search_identity
 from workers.errors import UserError
 
-CHILDREN = 1 + 3 + 3 * 4  # runs below that of a trial with a graph: backbone, methods, tasks
+CHILDREN = 1 + 3 + 3 * 4  # runs below a trial with a graph: backbone, methods, tasks
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ FILES = {"search.html": b"a page", "winner.yaml": b"name: x\n"}
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Write the results of all trials, which share all stages, and the records of the search."""
+    """A storage with the search's records and the results of its trials, which share all stages."""
     folder = tmp_path_factory.mktemp("storage")
     fake_run.write(str(folder))
     search_folder = folder / "searches" / "find"
@@ -143,16 +143,16 @@ def recorded(storage: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return fake, recorder
 
 
-def test_trials_are_nested_in_the_search_and_their_graphs_in_the_trials(recorded: Any) -> None:
+def test_trials_nest_in_search_and_graphs_in_trials(recorded: Any) -> None:
     contents = recorded[0].contents()
     assert {way[:2] for way in contents if len(way) > 1} == {
         ("find", f"find-{n:04d}") for n in range(5)
     }
     assert ("find", "find-0001", "meat (find-0001)", "birds") in contents
-    assert len(contents) == 1 + 5 + 4 * CHILDREN  # one has no graph
+    assert len(contents) == 1 + 5 + 4 * CHILDREN  # one trial has no graph
 
 
-def test_a_search_can_be_filtered_by_its_tags(recorded: Any) -> None:
+def test_search_run_records_tags_parameters_files_and_data_sets(recorded: Any) -> None:
     run = recorded[0].run_named("find")
     assert (
         run.tags["accrete.search"]
@@ -181,7 +181,7 @@ def test_a_search_can_be_filtered_by_its_tags(recorded: Any) -> None:
     assert "3 finished, 1 stopped, 1 failed" in run.tags["mlflow.note.content"]
 
 
-def test_trials_have_their_parameters_curves_and_ends(recorded: Any) -> None:
+def test_trial_runs_record_parameters_curves_and_status(recorded: Any) -> None:
     fake, _ = recorded
     first = fake.run_named("find-0000")
     assert first.params == {"methods.meat.lambda": "0.5", "train.lr": "0.001"}
@@ -215,7 +215,7 @@ def test_trials_record_no_files(recorded: Any) -> None:
     assert not any(r.files for r in recorded[0].runs.values() if r.name != "find")
 
 
-def test_the_search_has_the_best_accuracy_of_finished_trials(recorded: Any) -> None:
+def test_search_run_records_best_accuracy_of_finished_trials(recorded: Any) -> None:
     points = recorded[0].run_named("find").points
     assert [(step, value) for step, _, value in points["accuracy"]] == [
         (0, 0.7),
@@ -229,7 +229,7 @@ def test_the_search_has_the_best_accuracy_of_finished_trials(recorded: Any) -> N
     ]
 
 
-def test_the_winner_is_tagged_and_a_new_winner_takes_the_tag(
+def test_winner_tag_moves_to_new_winner(
     recorded: Any, storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake, _ = recorded
@@ -252,7 +252,7 @@ def test_the_winner_is_tagged_and_a_new_winner_takes_the_tag(
     assert "winner_run" not in run.tags
 
 
-def test_a_trial_can_be_recorded_again_while_it_runs_and_others_end(
+def test_trials_recorded_while_running_end_with_the_same_record(
     storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = [
@@ -267,7 +267,7 @@ def test_a_trial_can_be_recorded_again_while_it_runs_and_others_end(
     assert fake.contents() == whole.contents()
 
 
-def test_a_search_with_a_larger_budget_continues_in_the_same_run(
+def test_search_with_larger_budget_continues_the_same_run(
     recorded: Any, storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake, _ = recorded
@@ -281,7 +281,7 @@ def test_a_search_with_a_larger_budget_continues_in_the_same_run(
     assert "6 trials" in run.tags["mlflow.note.content"]
 
 
-def test_each_task_of_a_per_task_search_has_its_own_curve(
+def test_per_task_search_has_one_curve_per_task(
     storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeMlflow()
@@ -293,7 +293,7 @@ def test_each_task_of_a_per_task_search_has_its_own_curve(
     assert fake.run_named("find-0000").tags["phase"] == "birds"
 
 
-def test_the_record_can_be_rewritten_from_the_store_and_twice_adds_nothing(
+def test_rebuild_from_store_is_complete_and_idempotent(
     recorded: Any, storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = recorded[0].contents()
@@ -313,7 +313,7 @@ def test_the_record_can_be_rewritten_from_the_store_and_twice_adds_nothing(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["before", "after"])
-def test_after_an_outage_the_server_has_the_whole_search_once(
+def test_complete_search_is_recorded_once_despite_outage(
     recorded: Any, storage: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     expected = recorded[0].contents()
@@ -324,7 +324,7 @@ def test_after_an_outage_the_server_has_the_whole_search_once(
         assert fake.contents() == expected, f"call {number}"
 
 
-def test_tracking_that_is_off_writes_nothing(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_tracking_writes_nothing(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeMlflow()
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     recorder = SearchRecorder(TrackingSettings(enabled=False), storage)
@@ -335,7 +335,7 @@ def test_tracking_that_is_off_writes_nothing(storage: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_a_search_in_the_storage_database_can_be_filtered_and_opens_in_ui(
+def test_search_in_storage_database_is_queryable_and_listed_for_ui(
     tmp_path: Path,
 ) -> None:
     fake_run.write(str(tmp_path))
@@ -371,7 +371,7 @@ def test_a_search_in_the_storage_database_can_be_filtered_and_opens_in_ui(
     ]
 
 
-def test_a_parameter_that_is_recorded_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_parameter_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeMlflow()
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     calls = mlflow_client.MlflowClientAdapter("", TrackingSettings())

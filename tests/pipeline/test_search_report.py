@@ -1,5 +1,5 @@
-"""Promises of the report of a search: it tells what the records hold, finished or not, and its page
-needs nothing else."""
+"""Tests of the report of a search: files, self-contained page, and pictures, for finished and
+unfinished searches."""
 
 import csv
 import io
@@ -57,7 +57,7 @@ def _no_warnings() -> Iterator[Any]:
 def made(
     tmp_path: Path, some: Any, won: Any = True, tests: Any = 3, drawn: Any = True, **settings: Any
 ) -> Any:
-    """(search, files of its report); drawn: with pictures, which cost seconds."""
+    """Return (search, files of its report). drawn: with pictures, which take seconds."""
     body = fake.record(**settings)
     number = best(
         [t for t in some if not some or t["phase"] == some[-1]["phase"]],
@@ -101,7 +101,7 @@ def page_of(search_result: Any) -> Any:
 
 
 def words(search_result: Any) -> Any:
-    """What a person reads, without pictures."""
+    """Return the visible text of the page."""
     text = re.sub(r"<style>.*?</style>|<img[^>]*>", "", page_of(search_result), flags=re.DOTALL)
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", text)).replace("\u00a0", " ").split())
 
@@ -128,7 +128,7 @@ class Balance(HTMLParser):
 
 
 def check_page(search_result: Any) -> None:
-    """Well-formed, self-contained, every link inside the page, no number that is none."""
+    """Check that the page is well-formed and self-contained, without NaN, None or blank images."""
     page = page_of(search_result)
     parser = Balance()
     parser.feed(page)
@@ -144,12 +144,12 @@ def check_page(search_result: Any) -> None:
 
 
 # ---- files ---------------------------------------------------------------------------------------
-def test_a_finished_search_gives_its_page_its_table_and_all_pictures(forty: Any) -> None:
+def test_finished_search_gives_page_tables_and_all_pictures(forty: Any) -> None:
     assert set(forty[1]) == {"search.html", "trials.csv", "trials.parquet"} | PICTURES
     check_page(forty)
 
 
-def test_the_tables_hold_every_trial_with_its_settings_as_columns(forty: Any) -> None:
+def test_tables_list_every_trial_with_settings_as_columns(forty: Any) -> None:
     rows = list(csv.DictReader(io.StringIO(forty[1]["trials.csv"].decode())))
     table = pq.read_table(io.BytesIO(forty[1]["trials.parquet"])).to_pylist()
     assert list(rows[0]) == [
@@ -194,7 +194,7 @@ def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
 
 
 # ---- the page ------------------------------------------------------------------------------------
-def test_the_page_says_who_won_why_and_how_it_did_on_test_images(forty: Any) -> None:
+def test_page_explains_winner_and_its_test_accuracy(forty: Any) -> None:
     text, won = words(forty), forty[0].trial(forty[0].winner["trial"])
     top = forty[0].trial(best(forty[0].trials))
     assert top["number"] != won["number"]
@@ -263,7 +263,7 @@ def test_every_protocol_is_explained(tmp_path: Path, protocol: str, says: str) -
     assert ("so the two cannot be compared" in text) == (protocol != "per_task")
 
 
-def test_trials_stand_best_first_then_stopped_running_failed(forty: Any) -> None:
+def test_trial_table_is_sorted_by_status_and_accuracy(forty: Any) -> None:
     page = page_of(forty)
     rows = re.findall(r"<tr><td class=left>(\d+)</td>(.*?)</tr>", page[page.index('id="trials"') :])
     order = [int(n) for n, _ in rows]
@@ -278,14 +278,14 @@ def test_trials_stand_best_first_then_stopped_running_failed(forty: Any) -> None
     assert [int(n) for n, rest in rows if "<b>winner</b>" in rest] == [forty[0].winner["trial"]]
 
 
-def test_failed_trials_show_their_sentence_once_and_escaped(forty: Any) -> None:
+def test_error_of_failed_trials_is_shown_once_and_escaped(forty: Any) -> None:
     page, failed = page_of(forty), [t["number"] for t in forty[0].trials if t["status"] == "failed"]
     assert page.count("lower train.lr &lt;or&gt; mask_lr &amp; try again") == 1
     assert fake.ERROR not in page
     assert f"(trials {', '.join(map(str, failed))})" in words(forty)
 
 
-def test_nothing_from_a_record_becomes_markup(tmp_path: Path) -> None:
+def test_record_text_is_escaped_on_the_page(tmp_path: Path) -> None:
     evil = '<script>alert("x")</script>'
     some = [
         fake.trial(
@@ -321,7 +321,7 @@ def test_nothing_from_a_record_becomes_markup(tmp_path: Path) -> None:
     check_page(search_result)
 
 
-def test_phases_of_a_greedy_search_stand_task_by_task(greedy: Any) -> None:
+def test_page_lists_phases_of_greedy_search_in_task_order(greedy: Any) -> None:
     text = words(greedy)
     at = [
         text.index(f" {task} mask_lr ", text.index("The settings chosen for each task"))
@@ -345,7 +345,7 @@ def test_phases_of_a_greedy_search_stand_task_by_task(greedy: Any) -> None:
     check_page(greedy)
 
 
-def test_an_unfinished_search_shows_what_is_there(tmp_path: Path) -> None:
+def test_page_of_unfinished_search_shows_partial_results(tmp_path: Path) -> None:
     search_result = made(tmp_path, fake.trials(14), won=False, drawn=False)
     text = words(search_result)
     assert "not finished: there is no winner yet" in text
@@ -355,7 +355,7 @@ def test_an_unfinished_search_shows_what_is_there(tmp_path: Path) -> None:
     check_page(search_result)
 
 
-def test_a_search_whose_trials_all_failed_is_failed(tmp_path: Path) -> None:
+def test_search_with_only_failed_trials_is_reported_as_failed(tmp_path: Path) -> None:
     failed = [fake.trial(n, status="failed", results=[], message="no memory") for n in range(3)]
     text = words(made(tmp_path, failed, won=False, drawn=False))
     assert "failed: every trial failed, the table of trials says why" in text
@@ -363,7 +363,7 @@ def test_a_search_whose_trials_all_failed_is_failed(tmp_path: Path) -> None:
     assert "not finished" not in text
 
 
-def test_the_page_says_whether_the_search_runs_now(tmp_path: Path) -> None:
+def test_page_shows_whether_search_is_running(tmp_path: Path) -> None:
     some = [*fake.trials(3), fake.trial(3, status="running", results=[])]
     fake.write(tmp_path, fake.record(), some)
     name = fake.record()["name"]
@@ -388,7 +388,7 @@ def test_the_page_says_whether_the_search_runs_now(tmp_path: Path) -> None:
     whole = search_page.build_search_report(str(tmp_path), name, is_running=True)[
         "search.html"
     ].decode()
-    assert "loads itself again" in whole, "in a bucket there is no lock"
+    assert "loads itself again" in whole, "a bucket has no lock, so the argument decides"
     check_page((None, {"search.html": running.encode()}))
 
 
@@ -405,7 +405,7 @@ def test_trials_with_points_of_an_earlier_search_are_marked(tmp_path: Path) -> N
     check_page((None, {"search.html": files["search.html"]}))
 
 
-def test_a_search_without_trials_and_one_of_one_trial(tmp_path: Path) -> None:
+def test_search_with_no_or_one_trial_gives_a_report(tmp_path: Path) -> None:
     none = made(tmp_path / "none", [])
     assert set(none[1]) == {"search.html", "trials.csv", "trials.parquet"}
     assert "no trial has finished yet" in words(none)
@@ -422,13 +422,13 @@ def test_a_search_without_trials_and_one_of_one_trial(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", ["failed", "running", "stopped"])
-def test_searches_in_which_nothing_has_finished(tmp_path: Path, status: str) -> None:
+def test_search_without_finished_trials_gives_a_page(tmp_path: Path, status: str) -> None:
     search_result = made(tmp_path, [fake.trial(n, None, status, results=[]) for n in range(5)])
     assert "no trial has finished yet" in words(search_result)
     check_page(search_result)
 
 
-def test_a_trial_that_forgot_too_much_says_so_in_its_row(tmp_path: Path) -> None:
+def test_row_of_stopped_trial_gives_the_reason(tmp_path: Path) -> None:
     reason = "forgetting of 30.0 % after 3 tasks is more than max_forgetting, 25 %"
     stopped = fake.trial(5, None, "stopped", message=reason)
     search_result = made(
@@ -451,7 +451,7 @@ def test_damaged_records_are_named_on_the_page(tmp_path: Path) -> None:
     check_page(search_result)
 
 
-def test_a_winner_whose_record_is_lost_does_not_stop_the_page(tmp_path: Path) -> None:
+def test_missing_record_of_winner_is_reported_on_the_page(tmp_path: Path) -> None:
     fake.write(tmp_path, fake.record(), [], fake.winner(fake.trial(7)))
     search_result = (
         load_search_record(str(tmp_path), "meat-real"),
@@ -461,7 +461,7 @@ def test_a_winner_whose_record_is_lost_does_not_stop_the_page(tmp_path: Path) ->
     check_page(search_result)
 
 
-def test_a_winner_that_the_rule_would_not_choose_is_said_to_be_one(tmp_path: Path) -> None:
+def test_page_reports_winner_that_differs_from_rule(tmp_path: Path) -> None:
     some = [fake.trial(n, {}, accuracy=0.8 + n / 100) for n in range(3)]
     fake.write(tmp_path, fake.record(), some, fake.winner(some[0]))
     search_result = load_search_record(str(tmp_path), "meat-real")
@@ -474,16 +474,16 @@ def test_a_winner_that_the_rule_would_not_choose_is_said_to_be_one(tmp_path: Pat
     assert "names trial 0 (80.0 %). The rule of this page gives trial 2" in text
 
 
-def test_a_search_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+def test_unknown_search_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no search 'x'"):
         search_page.build_search_report(str(tmp_path), "x")
 
 
 @pytest.mark.slow
-def test_five_hundred_trials_give_a_page_of_sane_size(
+def test_page_of_five_hundred_trials_has_bounded_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # takes seconds of 500 trials
+    # it would take seconds for 500 trials
     monkeypatch.setattr(search_page, "measure_importance", lambda *_: ({}, "not now"))
     search_result = made(tmp_path, fake.trials(500))
     without_pictures = re.sub(r"base64,[^\"]*", "", page_of(search_result))
@@ -499,7 +499,7 @@ def test_five_hundred_trials_give_a_page_of_sane_size(
     )
 
 
-def test_of_many_parameters_those_that_matter_most_are_drawn(tmp_path: Path) -> None:
+def test_only_most_important_of_many_parameters_are_drawn(tmp_path: Path) -> None:
     space = {f"methods.meat.s{i}": {"dist": "uniform", "low": 0, "high": 1} for i in range(20)}
     some = [
         fake.trial(
@@ -526,7 +526,7 @@ def of(tmp_path: Path, some: Any, space: Any = None) -> Any:
     return load_search_record(str(tmp_path), "meat-real")
 
 
-def test_names_lose_what_all_keys_share_and_nothing_that_tells_them_apart() -> None:
+def test_short_names_drop_shared_prefix_but_stay_distinct() -> None:
     assert short_names(["methods.meat.lambda", "methods.meat.train.lr", "train.epochs"]) == {
         "methods.meat.lambda": "lambda",
         "methods.meat.train.lr": "train.lr",
@@ -542,7 +542,7 @@ def test_names_lose_what_all_keys_share_and_nothing_that_tells_them_apart() -> N
     }
 
 
-def test_axes_have_the_kind_and_the_ends_of_their_dimension(tmp_path: Path) -> None:
+def test_axes_have_scale_and_limits_of_their_dimension(tmp_path: Path) -> None:
     lr, lam, alpha, blocks, keep = search_parameters(of(tmp_path, fake.trials(10)))
     assert (lr.log, lr.low, lr.high, lr.categories) == (True, 0.0025, 0.025, ())
     assert (lam.log, lam.low, lam.high) == (False, 0.5, 1)
@@ -556,7 +556,7 @@ def test_axes_have_the_kind_and_the_ends_of_their_dimension(tmp_path: Path) -> N
     assert not blocks.at_end("all")
 
 
-def test_settings_of_one_of_several_methods_say_so(tmp_path: Path) -> None:
+def test_method_specific_settings_name_their_method(tmp_path: Path) -> None:
     space = {
         "method": {"dist": "choice", "values": ["meat", "hat"]},
         "methods.meat.lambda": fake.SPACE["methods.meat.lambda"],
@@ -570,7 +570,7 @@ def test_settings_of_one_of_several_methods_say_so(tmp_path: Path) -> None:
     ]
 
 
-def test_parameters_that_the_space_does_not_have_any_more_are_kept(tmp_path: Path) -> None:
+def test_parameters_removed_from_space_are_kept(tmp_path: Path) -> None:
     search_result = search_parameters(
         of(
             tmp_path,
@@ -586,7 +586,7 @@ def test_parameters_that_the_space_does_not_have_any_more_are_kept(tmp_path: Pat
     ]
 
 
-def test_importance_finds_the_setting_that_made_the_difference(tmp_path: Path) -> None:
+def test_importance_is_highest_for_the_decisive_setting(tmp_path: Path) -> None:
     search_result = of(
         tmp_path,
         [
@@ -599,11 +599,11 @@ def test_importance_finds_the_setting_that_made_the_difference(tmp_path: Path) -
     assert next(iter(shares)) == "methods.meat.mask_lr"
     assert shares["methods.meat.mask_lr"] > 0.6
     assert sum(shares.values()) == pytest.approx(1)
-    assert set(shares) == set(fake.SPACE)  # conditional ones too
+    assert set(shares) == set(fake.SPACE)  # includes conditional settings
     assert measure_importance(search_result, search_parameters(search_result)) == (shares, "")
 
 
-def test_importance_counts_finished_trials_alone(tmp_path: Path) -> None:
+def test_importance_ignores_unfinished_trials(tmp_path: Path) -> None:
     some = [
         fake.trial(
             n,
@@ -623,7 +623,7 @@ def test_importance_counts_finished_trials_alone(tmp_path: Path) -> None:
     )
 
 
-def test_too_few_or_equal_trials_say_so_instead_of_importance(tmp_path: Path) -> None:
+def test_missing_importance_is_explained_for_few_or_equal_trials(tmp_path: Path) -> None:
     few = made(tmp_path / "few", fake.trials(3, "none"), drawn=False)
     assert "measured once 4 trials have finished" in words(few)
     equal = made(tmp_path / "equal", [fake.trial(n, accuracy=0.5) for n in range(6)])
@@ -631,7 +631,7 @@ def test_too_few_or_equal_trials_say_so_instead_of_importance(tmp_path: Path) ->
     check_page(equal)
 
 
-def test_without_optuna_everything_else_is_there(
+def test_without_optuna_only_importance_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
@@ -644,7 +644,7 @@ def test_without_optuna_everything_else_is_there(
 
 
 # ---- pictures ------------------------------------------------------------------------------------
-def test_parallel_lines_end_at_the_accuracy_and_the_winner_is_on_top(forty: Any) -> None:
+def test_parallel_plot_lines_end_at_accuracy_with_winner_on_top(forty: Any) -> None:
     search_result: SearchRecord = forty[0]
     axes = search_plots.draw_parallel(search_result, search_parameters(search_result)).axes[0]
     trials = [line for line in axes.lines if len(x_values(line)) >= len(fake.SPACE)]
@@ -668,7 +668,7 @@ def test_curves_end_where_a_trial_was_stopped(forty: Any) -> None:
     assert [t.get_text() for t in axes.get_xticklabels()] == fake.TASKS
 
 
-def test_the_line_of_the_history_never_falls_within_a_phase(greedy: Any) -> None:
+def test_history_line_never_falls_within_a_phase(greedy: Any) -> None:
     axes = search_plots.draw_history(greedy[0]).axes[0]
     steps = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
     assert len(steps) == 4
@@ -686,7 +686,7 @@ def test_failed_trials_lie_at_the_bottom_of_the_history(forty: Any) -> None:
     assert {y for line in low for y in y_values(line)} == {axes.get_ylim()[0]}
 
 
-def test_the_front_is_drawn_only_where_sizes_differ(tmp_path: Path) -> None:
+def test_pareto_front_is_drawn_only_if_sizes_differ(tmp_path: Path) -> None:
     some = [fake.trial(n, accuracy=0.5 + n / 10, bytes=1000.0) for n in range(4)]
     some += [fake.trial(4, None, "stopped", accuracy=0.5, bytes=5.0)]
     assert not search_plots.sizes_differ(of(tmp_path / "equal", some))
@@ -696,7 +696,7 @@ def test_the_front_is_drawn_only_where_sizes_differ(tmp_path: Path) -> None:
     assert "pareto.png" not in made(tmp_path / "drawn", some[:1])[1]
 
 
-def test_the_front_joins_what_pareto_names(forty: Any) -> None:
+def test_front_plot_shows_exactly_the_pareto_trials(forty: Any) -> None:
     axes = search_plots.draw_front(forty[0]).axes[0]
     (line,) = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
     assert {int(t.get_text()) for t in axes.texts} == set(pareto(forty[0].trials))

@@ -1,4 +1,4 @@
-"""Which trial of a search wins, which are on the Pareto front, and how damaged records are read."""
+"""Tests of search trials: the winner, the Pareto front, phases, and damaged records."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from workers.errors import UserError
 
 
 def points(*pairs: Any, status: Any = "finished") -> Any:
-    """Return trials 0, 1, ... of these pairs of accuracy and bytes."""
+    """Return trials 0, 1, ... with these pairs of accuracy and bytes."""
     trials = []
     for number, (accuracy, num_bytes) in enumerate(pairs):
         trial = fake_search.trial(number, {}, status, accuracy=accuracy, bytes=num_bytes)
@@ -33,7 +33,7 @@ def points(*pairs: Any, status: Any = "finished") -> Any:
     return trials
 
 
-# ---- who wins ------------------------------------------------------------------------------------
+# ---- the winner ----------------------------------------------------------------------------------
 def test_without_tolerance_the_highest_accuracy_wins() -> None:
     assert best(points((0.80, 100), (0.90, 900), (0.85, 1)), 0.0) == 1
 
@@ -45,13 +45,13 @@ def test_within_the_tolerance_the_fewest_bytes_win() -> None:
     assert best(some, 0.02) == 2
 
 
-def test_the_tolerance_includes_its_end_despite_binary_fractions() -> None:
+def test_tolerance_includes_its_end_despite_rounding_errors() -> None:
     for top in range(20, 100):
         assert best(points((top / 100, 900), ((top - 1) / 100, 1)), 0.01) == 1
         assert best(points((top / 100, 900), ((top - 1) / 100 - 1e-6, 1)), 0.01) == 0
 
 
-def test_sums_in_another_order_do_not_choose_a_winner() -> None:
+def test_rounding_errors_of_accuracy_do_not_decide_the_winner() -> None:
     assert best(points((0.1 + 0.2, 900), (0.3, 100)), 0.0) == 1
 
 
@@ -69,7 +69,7 @@ def test_only_finished_trials_win_or_are_on_the_front(status: str) -> None:
     assert pareto(some[1:]) == []
 
 
-def test_a_trial_without_accuracy_or_bytes_never_beats_one_that_has_them() -> None:
+def test_trial_missing_accuracy_or_bytes_never_beats_a_complete_one() -> None:
     without_results = fake_search.trial(0, {}, results=[])
     without_bytes = fake_search.trial(1, {}, accuracy=0.9, bytes=None)
     with_both = points((0.1, 1), (0.9, 1), (0.9, 1))[2]
@@ -90,8 +90,8 @@ def test_the_score_is_the_last_accuracy_not_the_best() -> None:
     assert size(trial) == last["bytes"]
 
 
-# ---- the front -----------------------------------------------------------------------------------
-def test_forgetting_is_that_of_the_matrix_of_rates() -> None:
+# ---- the Pareto front ----------------------------------------------------------------------------
+def test_trial_forgetting_matches_the_accuracy_matrix() -> None:
     rng = np.random.default_rng(3)
     for count in (1, 2, 5):
         rates = np.tril(rng.uniform(0, 1, (count, count)))
@@ -104,19 +104,19 @@ def test_forgetting_is_that_of_the_matrix_of_rates() -> None:
         ), count
     assert math.isnan(compute_trial_forgetting([]))
     assert math.isnan(compute_trial_forgetting(results[1:])), (
-        "the first task was not judged when it was new"
+        "the first task was not measured when it was new"
     )
     del results[2]["per_task"]["t1"]
     assert math.isnan(compute_trial_forgetting(results))
 
 
-def test_gpu_hours_are_those_of_all_trials_and_none_of_early_records() -> None:
+def test_gpu_hours_sum_all_trials_and_default_to_zero() -> None:
     some = [fake_search.trial(0, gpu_s=1800.0), fake_search.trial(1, gpu_s=5400.0)]
     assert gpu_hours(some) == 2
     assert gpu_hours([fake_search.trial(2)]) == 0
 
 
-def test_the_front_has_the_trials_that_none_beats_in_accuracy_and_bytes() -> None:
+def test_front_holds_trials_not_dominated_in_accuracy_and_bytes() -> None:
     assert pareto(
         points((0.9, 900), (0.8, 100), (0.85, 500), (0.84, 600), (0.79, 100), (0.9, 950))
     ) == [0, 1, 2]
@@ -138,7 +138,7 @@ def test_without_trials_there_is_no_winner_and_no_front() -> None:
 
 
 # ---- phases --------------------------------------------------------------------------------------
-def test_each_phase_has_its_own_winner_in_the_order_of_the_stream(tmp_path: Path) -> None:
+def test_each_phase_has_a_winner_in_stream_order(tmp_path: Path) -> None:
     some = fake_search.per_task(4)
     for trial in some:  # so that the last task's trials have the lowest numbers
         trial["number"] = 15 - trial["number"]
@@ -153,13 +153,13 @@ def test_each_phase_has_its_own_winner_in_the_order_of_the_stream(tmp_path: Path
         assert max(standing[trial["number"]] for trial in search.of(phase)) == 0.0
 
 
-def test_the_winner_is_the_one_in_winner_json(tmp_path: Path) -> None:
+def test_winner_is_read_from_winner_json(tmp_path: Path) -> None:
     some = points((0.9, 100), (0.95, 100), (0.8, 1))
     fake_search.write(tmp_path, fake_search.record("said"), some, fake_search.winner(some[2]))
     assert load_search_record(str(tmp_path), "said").chosen() == {"": 2}
 
 
-def test_in_a_search_of_one_phase_standing_is_accuracy(tmp_path: Path) -> None:
+def test_standing_is_accuracy_in_a_single_phase_search(tmp_path: Path) -> None:
     fake_search.write(
         tmp_path,
         fake_search.record("one"),
@@ -202,7 +202,7 @@ DAMAGE = {
 }
 
 
-def test_damaged_and_foreign_files_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_damaged_and_foreign_files_are_reported_and_skipped(tmp_path: Path) -> None:
     fake_search.write(tmp_path, fake_search.record("hurt"), points((0.9, 1)))
     folder = tmp_path / "searches/hurt"
     for name, data in DAMAGE.items():
@@ -251,7 +251,7 @@ def test_the_error_for_an_unknown_search_lists_the_searches(tmp_path: Path) -> N
     assert load_search_record(str(tmp_path), "meat-real").trials == []
 
 
-def test_records_are_read_on_any_filesystem_of_the_store(tmp_path: Path) -> None:
+def test_records_are_read_from_a_file_uri(tmp_path: Path) -> None:
     fake_search.write(tmp_path, fake_search.record("uri"), points((0.9, 1)))
     assert len(load_search_record(f"file://{tmp_path}", "uri").trials) == 1
 
@@ -269,4 +269,4 @@ def test_reading_the_records_loads_no_heavy_package() -> None:
         check=True,
         cwd=Path(__file__).parents[2],
     ).stdout
-    assert set(json.loads(output)) <= {"numpy"}  # pyarrow may bring it
+    assert set(json.loads(output)) <= {"numpy"}  # pyarrow may import it

@@ -1,5 +1,4 @@
-"""Promises of `run --only`, `--from`, `--until` and `--force`: what is named runs, nothing else
-does, and a forced stage keeps its key."""
+"""Tests of `run --only`, `--from`, `--until` and `--force`: the selected stages, and their keys."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from workers.errors import UserError
 
 
 def make_graph() -> Graph:
-    """Return a chain of two tasks, each with its data, trained and evaluated, and a report."""
+    """Return a graph with two tasks (ingest, train and evaluate stages) and a report."""
     return Graph.of(
         "r",
         [
@@ -36,20 +35,21 @@ def make_graph() -> Graph:
 
 
 def todo(standing: str = "", **names: list[str]) -> set[str]:
-    """Return what a selection runs. standing: ids of results, separated by spaces."""
+    """Return the ids of the stages that a selection runs. standing: ids of stages with results,
+    separated by spaces."""
     graph = make_graph()
     selection = StageSelection(**names)
     lookups = {stage.id: Lookup(stage.id in standing.split(), "", {}) for stage in graph}
     return select_stages_to_run(graph, force(graph, lookups, selection), selection)
 
 
-def test_until_runs_what_a_stage_needs() -> None:
+def test_until_runs_stage_and_its_dependencies() -> None:
     assert todo(until=["m/a/train"]) == {"data/a", "m/a/train"}
     assert todo("m/a/train", until=["m/b/train"]) == {"data/b", "m/b/train"}
     assert todo(until=["ingest"]) == {"data/a", "data/b"}
 
 
-def test_from_runs_what_follows_from_a_stage() -> None:
+def test_from_runs_stage_and_its_dependents() -> None:
     standing = "data/a data/b m/a/train"
     following = {"m/b/train", "m/b/evaluate"}
     assert todo(f"{standing} m/a/evaluate", start=["m/b/train"]) == {*following, "report"}
@@ -65,7 +65,7 @@ def test_only_runs_the_named_stages_alone() -> None:
     assert todo(standing, only=["data/a"]) == set()
 
 
-def test_a_forced_stage_runs_though_it_has_a_result() -> None:
+def test_forced_stage_runs_despite_existing_result() -> None:
     everything = " ".join(make_graph().stages)
     assert todo(everything, force=["m/a/train"]) == {"m/a/train"}
     assert todo(everything, force=["data/a"]) == {"data/a"}
@@ -98,7 +98,7 @@ def test_a_forced_stage_runs_though_it_has_a_result() -> None:
         ),
     ],
 )
-def test_a_selection_that_cannot_run_is_one_sentence(names: Any, sentence: str) -> None:
+def test_impossible_selection_raises_user_error(names: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         todo(**names)
 
@@ -106,7 +106,7 @@ def test_a_selection_that_cannot_run_is_one_sentence(names: Any, sentence: str) 
 # ---- the command ---------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run."""
+    """Return the folder of a finished run."""
     folder = tmp_path_factory.mktemp("selection")
     body = small_run.make_body(folder, small_run.make_cards(folder, "ab"), ["linear"])
     config = small_run.write_config(folder / "config.yaml", body)
@@ -116,14 +116,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def stub_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures take longer than all the rest."""
+    """Replace the report, because its pictures take longer than the rest of a run."""
     monkeypatch.setattr(page, "build_run_report", lambda *_: {"report.html": b"a page"})
 
 
 def run(
     capsys: pytest.CaptureFixture[str], folder: Path, storage: Path, *options: str, code: int = 0
 ) -> str:
-    """Run the config with options. Return what was printed."""
+    """Run the config with options, and return the output."""
     capsys.readouterr()
     argv = ["run", str(folder / "config.yaml"), "--set", f"storage={storage}", *options]
     assert cli.main(argv) == code
@@ -131,7 +131,7 @@ def run(
     return captured.out + captured.err
 
 
-def test_a_part_of_a_run_is_run_and_the_rest_later(
+def test_partial_run_is_completed_by_a_later_run(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage = tmp_path / "storage"
@@ -152,7 +152,7 @@ def test_a_part_of_a_run_is_run_and_the_rest_later(
     assert {stage: after[stage] for stage in before} == before
 
 
-def test_a_forced_stage_keeps_key_and_content(
+def test_forced_stage_keeps_key_and_content_with_new_attempt(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage = tmp_path / "storage"
@@ -167,7 +167,7 @@ def test_a_forced_stage_keeps_key_and_content(
     assert "1 stages run, 7 reused" in text
 
 
-def test_an_unknown_stage_is_one_sentence_and_runs_nothing(
+def test_unknown_forced_stage_prints_one_line_error_and_runs_nothing(
     tmp_path: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = run(capsys, finished, tmp_path / "storage", "--force", "linear/a/trian", code=2)

@@ -1,5 +1,5 @@
-"""A server with several replicas: what dies is asked for once more elsewhere, and what is asked of
-a cluster is checked first."""
+"""Tests of a server with several replicas: one retry after a replica dies, and checks of
+options and resources before the start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.errors import UserError
 
 
 class FakeHandle:
-    """A handle whose replicas raise or reply, one after another."""
+    """A fake deployment handle. Each call takes the next outcome: a reply or an exception."""
 
     def __init__(self, *outcomes: Any) -> None:
         self.outcomes = list(outcomes)
@@ -64,7 +64,7 @@ def test_request_is_not_retried_on_a_third_replica() -> None:
     assert len(handle.asked) == 2
 
 
-def test_a_full_queue_is_not_asked_twice() -> None:
+def test_request_to_full_queue_is_not_retried() -> None:
     from ray.serve.exceptions import BackPressureError
 
     handle = FakeHandle(BackPressureError(320, 320))
@@ -81,7 +81,7 @@ def test_a_full_queue_is_not_asked_twice() -> None:
         (("1", 1, 2.0), ReplicaSettings(gpus=2.0)),
     ],
 )
-def test_replicas_are_as_the_options_say(options: Any, settings: ReplicaSettings) -> None:
+def test_replica_options_are_parsed(options: Any, settings: ReplicaSettings) -> None:
     assert ReplicaSettings.parse(*options) == settings
     assert settings.is_scaled == (options[0] == "1:4")
 
@@ -99,12 +99,12 @@ def test_replicas_are_as_the_options_say(options: Any, settings: ReplicaSettings
         (("1", 1, float("nan")), "--gpus is nan"),
     ],
 )
-def test_options_that_mean_nothing_get_one_sentence(options: Any, message: str) -> None:
+def test_invalid_replica_options_are_refused(options: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         ReplicaSettings.parse(*options)
 
 
-def test_a_replica_asks_for_what_the_options_say() -> None:
+def test_deployment_requests_configured_resources_and_replicas() -> None:
     from pipeline.serving.deployment import build_deployment
 
     scaled = build_deployment(ReplicaSettings(1, 3, 2, 0.5))
@@ -127,9 +127,7 @@ def test_missing_gpus_are_reported_before_replicas_start() -> None:
         check_replica_gpus(FakeRay(), ReplicaSettings(3, 4, 1, 0.5), is_private=True)
 
 
-def test_a_server_is_not_run_from_outside_of_a_cluster(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_refuses_ray_client_address(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.serving import application
 
     monkeypatch.setattr(application, "connect", lambda cluster: pytest.fail("it has connected"))
@@ -140,7 +138,7 @@ def test_a_server_is_not_run_from_outside_of_a_cluster(
         pass
 
 
-def test_the_command_checks_its_options_before_anything_starts(
+def test_serve_command_checks_options_before_start(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.main(["serve", "model", "--replicas", "2:1"]) == 2

@@ -1,4 +1,4 @@
-"""Forms and arrays of requests: what they mean, and what is refused."""
+"""Tests of parsing requests as forms and as arrays, and of the errors for malformed ones."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def saved(array: Any) -> bytes:
     return stream.getvalue()
 
 
-def test_a_form_has_a_file_for_each_image_and_fields() -> None:
-    hard = b"\r\n\r\n--A\r\n\x00\xff--B\r"  # what only the delimiter ends
+def test_form_with_images_and_fields_is_parsed() -> None:
+    hard = b"\r\n\r\n--A\r\n\x00\xff--B\r"  # resembles delimiters but contains none
     request = parse_form(part("images", hard), part("tasks", b"two"), part("images", b""))
     assert request.images == [hard, b""]
     assert (request.tasks, request.rule, request.top) == ("two", "refuse", 0)
@@ -61,7 +61,7 @@ def test_a_form_has_a_file_for_each_image_and_fields() -> None:
     assert parse_form(part("images", b"a"), part("tasks", b"")).tasks is None
 
 
-def test_what_the_client_sends_is_read() -> None:
+def test_server_parses_requests_of_the_client() -> None:
     body, content_type = encode_form([("tasks", "two"), ("top", "2")], [b"\x89PNG", b"\r\n"])
     request = parse_request(RawRequest(body, content_type))
     assert (request.images, request.tasks, request.top) == ([b"\x89PNG", b"\r\n"], "two", 2)
@@ -70,7 +70,7 @@ def test_what_the_client_sends_is_read() -> None:
     assert (request.tasks, request.top) == (["two", None], 1)
 
 
-def test_as_many_images_as_the_limit_says_are_read() -> None:
+def test_maximum_number_of_images_is_accepted() -> None:
     assert len(parse_form(*[part("images", b"a")] * MAX_PARTS).images) == MAX_PARTS
     images = np.zeros((MAX_PARTS, 1, 1, 3), np.uint8)
     query = "rule=entropy&top=1" + "&tasks=two" * MAX_PARTS
@@ -94,7 +94,7 @@ def test_as_many_images_as_the_limit_says_are_read() -> None:
         ([part("images", b"a"), part("tasks", b"\xff")], {}, "not UTF-8"),
     ],
 )
-def test_a_form_that_is_none_gets_one_sentence(parts: Any, more: Any, message: str) -> None:
+def test_malformed_form_is_refused(parts: Any, more: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_form(*parts, **more)
 
@@ -114,7 +114,7 @@ def test_a_form_that_is_none_gets_one_sentence(parts: Any, more: Any, message: s
         (saved(PIXELS), "tasks=" + "&tasks=" * MAX_FIELDS, "more than 258 fields"),
     ],
 )
-def test_an_array_that_is_none_gets_one_sentence(data: bytes, query: str, message: str) -> None:
+def test_malformed_array_is_refused(data: bytes, query: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_array(data, query)
 
@@ -131,7 +131,7 @@ def test_objects_are_never_unpickled() -> None:
 
 
 @pytest.mark.parametrize("shape", [(True, 8, 8, 3), (1, True, 8, 3), (1, 8, 8, True)])
-def test_sides_that_are_no_numbers_are_refused(shape: tuple[int, ...]) -> None:
+def test_array_with_boolean_in_shape_is_refused(shape: tuple[int, ...]) -> None:
     stream = io.BytesIO()
     header = {"descr": "|u1", "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(stream, header)
@@ -140,7 +140,7 @@ def test_sides_that_are_no_numbers_are_refused(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 99_999, 99_999, 3), (2, 10**30, 10**30, 3)])
-def test_a_shape_that_is_only_claimed_allocates_nothing(shape: tuple[int, ...]) -> None:
+def test_claimed_array_shape_is_checked_before_allocation(shape: tuple[int, ...]) -> None:
     stream = io.BytesIO()
     header = {"descr": "|u1", "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(stream, header)

@@ -1,4 +1,4 @@
-"""A running server follows its model: a folder whose tasks change, an alias that moves."""
+"""Tests of a running server that follows its model: changed folders and moved aliases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(lab: Any) -> Finished:
 
 @pytest.fixture
 def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A client of a new database of MLflow, which the environment names, and its experiment."""
+    """Return client, URI and experiment of a new MLflow database, and set MLFLOW_TRACKING_URI."""
     client, uri, experiment = open_store(str(tmp_path / "tracking"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     return SimpleNamespace(client=client, uri=uri, experiment=experiment)
@@ -39,7 +39,7 @@ def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @dataclass
 class Source:
-    """A source whose version, bundle and errors a test sets."""
+    """A model source with version, bundle and errors set by the test."""
 
     bundle: Bundle
     number: str = "1"
@@ -56,7 +56,7 @@ class Source:
         return self.bundle
 
 
-def test_a_new_version_is_served_once(run: Finished, capfd: pytest.CaptureFixture[str]) -> None:
+def test_new_version_is_deployed_once(run: Finished, capfd: pytest.CaptureFixture[str]) -> None:
     source = Source(run.bundle)
     deployed: list[Bundle] = []
     follower = Updates(source, "1", deployed.append)
@@ -85,7 +85,7 @@ def test_failed_update_is_reported_once_and_retried(
         "accrete: the previous model is still served: no such method\n"
     )
     follower.check()
-    assert source.opened == ["2"], "it waits before it tries again"
+    assert source.opened == ["2"], "it must wait before it tries again"
     monkeypatch.setattr(updates, "RETRY_S", 0.0)
     follower.paused_until = 0.0
     follower.check()
@@ -97,7 +97,7 @@ def test_failed_update_is_reported_once_and_retried(
     assert "the storage is away" in capfd.readouterr().err
 
 
-def test_no_error_ends_the_watch(
+def test_update_watcher_survives_errors(
     run: Finished, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(updates, "POLL_S", 0.01)
@@ -129,7 +129,7 @@ def test_folder_version_changes_with_its_tasks(run: Finished, tmp_path: Path) ->
     assert [task.name for task in source.open().tasks] == ["two", "three"]
 
 
-def test_an_alias_names_another_version_when_it_moves(
+def test_moved_alias_resolves_to_its_new_version(
     run: Finished, tracking: Any, tmp_path: Path
 ) -> None:
     bundles_by_version = {}
@@ -153,7 +153,7 @@ def test_an_alias_names_another_version_when_it_moves(
         RegisteredModel("models:/digits@chief", "storage").version()
 
 
-def test_what_is_no_model_of_mlflow_gets_one_sentence(
+def test_invalid_mlflow_model_uri_raises_user_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

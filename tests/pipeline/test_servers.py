@@ -1,5 +1,5 @@
-"""Promises of both servers: mixed requests are answered as in this process, bad ones get one
-sentence, and a storm leaves them alive."""
+"""Tests of the Ray Serve and MLflow servers: mixed requests get the same answers as in this
+process, bad requests get a one-sentence error, and the servers survive a storm of requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def b64(data: bytes) -> str:
 
 
 def post(url: str, data: bytes, **headers: str) -> tuple[int, str]:
-    """By a client that reads an answer which comes before it has sent everything."""
+    """Post with a client that can read a response sent before the request is complete."""
     headers["Content-Type"] = "application/json"
     answer = requests.post(url, data=data, headers=headers, timeout=120)
     return answer.status_code, answer.text
@@ -67,7 +67,7 @@ def bad_images(run: Finished) -> dict[str, tuple[Any, str]]:
 
 
 async def storm(url: str, data: bytes) -> collections.Counter[int | str]:
-    """Statuses of STORM requests at the same moment; a refused connection is none."""
+    """Send STORM requests at once; return the number of each status or connection error."""
     status_counts: collections.Counter[int | str] = collections.Counter()
 
     async def one(session: aiohttp.ClientSession) -> None:
@@ -88,7 +88,7 @@ async def storm(url: str, data: bytes) -> collections.Counter[int | str]:
 
 
 def memory(root: int) -> int:
-    """Resident bytes of a process and all that it started."""
+    """Return the resident bytes of a process and its descendants."""
     total_bytes = 0
     for process in [psutil.Process(root), *psutil.Process(root).children(recursive=True)]:
         try:
@@ -111,7 +111,7 @@ def started(command: list[str], log: Path, cwd: str, **env: str) -> subprocess.P
 
 
 def until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Asks until an answer comes, with a connection that the kernel makes wait where it can."""
+    """Request `url` until it answers. A connection may wait in the kernel's queue meanwhile."""
     for _ in range(600):
         assert process.poll() is None, log.read_text()
         try:
@@ -200,9 +200,9 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-def test_a_service_on_a_cluster_answers_as_the_server_does(run: Any, tmp_path: Path) -> None:
-    """As a RayService starts it: behind Serve's own proxy, with the limits of `serve`, and the
-    token of a Secret in the environment."""
+def test_rayservice_answers_like_the_serve_command(run: Any, tmp_path: Path) -> None:
+    """The application starts as in a RayService: behind Serve's own proxy, with the limits of
+    `serve`, and with the token of a Secret in the environment."""
     with_token = {"Authorization": f"Bearer {SECRET}"}
     port = ui.find_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}"
@@ -234,7 +234,7 @@ def test_a_service_on_a_cluster_answers_as_the_server_does(run: Any, tmp_path: P
 
 
 @pytest.mark.slow
-def test_ray_serve_outlives_a_storm(run: Any, ray_serve: Any) -> None:
+def test_ray_serve_survives_a_request_storm(run: Any, ray_serve: Any) -> None:
     url, process = ray_serve
     data = json.dumps({"images": [b64(run.images("two")[0][0])], "tasks": "two"}).encode()
     assert post(f"{url}/predict", data)[0] == 200
@@ -248,7 +248,7 @@ def test_ray_serve_outlives_a_storm(run: Any, ray_serve: Any) -> None:
 
 
 @pytest.mark.slow
-def test_ray_serve_answers_while_strangers_send_slowly_or_much(run: Any, ray_serve: Any) -> None:
+def test_ray_serve_answers_despite_slow_or_large_requests(run: Any, ray_serve: Any) -> None:
     from tests.pipeline.test_http_server import HALF_BODY, HALF_HEAD, MANY, one_bit
 
     url, process = ray_serve
@@ -355,7 +355,7 @@ def test_mlflow_answers_mixed_requests_and_refuses_bad_ones(run: Any, mlflow_ser
 
 
 @pytest.mark.slow
-def test_mlflow_outlives_a_storm(run: Any, mlflow_server: Any) -> None:
+def test_mlflow_survives_a_request_storm(run: Any, mlflow_server: Any) -> None:
     url, process = mlflow_server
     data = records({"image": b64(run.images("two")[0][0]), "task": "two"})
     assert post(url, data)[0] == 200
@@ -368,7 +368,7 @@ def test_mlflow_outlives_a_storm(run: Any, mlflow_server: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_of_the_page_serves_a_registered_model(run: Finished, tmp_path: Path) -> None:
+def test_documented_mlflow_command_serves_registered_model(run: Finished, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs" / "serving.md").read_text()
     command = re.search(r"```\n(export MLFLOW_TRACKING_URI=.*?)```", page, re.DOTALL)
@@ -394,7 +394,7 @@ def test_the_command_of_the_page_serves_a_registered_model(run: Finished, tmp_pa
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started in its group."""
+    """End a process and its process group."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(900)
@@ -419,14 +419,14 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
         (b"\xff\xfe", "the body is not JSON"),
     ],
 )
-def test_a_malformed_request_gets_one_sentence(data: Any, message: str) -> None:
+def test_malformed_json_request_is_refused(data: Any, message: str) -> None:
     from pipeline.serving.requests import parse_json
 
     with pytest.raises(UserError, match=message):
         parse_json(data)
 
 
-def test_requests_that_meet_are_answered_together_each_its_own(
+def test_batched_requests_get_the_same_answers_as_single_requests(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pipeline.serving.deployment import DecodedRequest, answer_requests

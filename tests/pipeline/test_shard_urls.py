@@ -1,5 +1,4 @@
-"""Promises of the command `shards`: it prints URLs that the package webdataset reads, and opens
-nothing but the store."""
+"""Tests of the command `shards`: it prints URLs for webdataset, and opens only the store."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def test_shards_of_ingested_cards_are_read_by_webdataset(
     assert sorted(labels) == ["2"] * 20 + ["3"] * 20
 
 
-def test_shards_in_place_are_printed_as_the_card_has_them(
+def test_in_place_shard_urls_are_printed_as_in_the_card(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = digit_shards(tmp_path, "a", "23")
@@ -86,7 +85,9 @@ def test_shards_in_place_are_printed_as_the_card_has_them(
         ),
     ],
 )
-def test_braces_stand_for_exactly_the_urls(urls: list[str], expected: list[str]) -> None:
+def test_brace_patterns_expand_to_exactly_the_given_urls(
+    urls: list[str], expected: list[str]
+) -> None:
     patterns = format_braces(urls)
     assert patterns == expected
     expanded: list[Any] = []
@@ -95,7 +96,7 @@ def test_braces_stand_for_exactly_the_urls(urls: list[str], expected: list[str])
     assert expanded == urls
 
 
-def test_the_card_of_imagenet_names_its_shards_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imagenet_card_lists_its_shards_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCRETE_IMAGENET_WDS", raising=False)
     card = card_files.load_card_file("imagenet-wds")
     urls = in_place.get_shard_urls(card)
@@ -120,7 +121,7 @@ def test_the_card_of_imagenet_names_its_shards_and_classes(monkeypatch: pytest.M
         ("{" * 40 + "a,b.tar", "cannot be expanded"),
     ],
 )
-def test_an_address_that_is_none_is_one_sentence(address: str, says: str) -> None:
+def test_malformed_shard_url_is_refused(address: str, says: str) -> None:
     body = {
         "name": "x",
         "licence": "x",

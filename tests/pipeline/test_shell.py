@@ -1,4 +1,4 @@
-"""The command line explains itself, names its version, and completes its commands in a shell."""
+"""Tests of the command line's version, help, and shell completion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeline.config.version import CHECKOUT
 
 
 # ---- version -------------------------------------------------------------------------------------
-def test_a_version_names_the_commit_where_there_is_one(tmp_path: Path) -> None:
+def test_version_names_the_commit_of_a_checkout(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2"\n')
     assert str(version.get_version(tmp_path)) == f"accrete 1.2 from {tmp_path}"
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
@@ -34,14 +34,14 @@ def test_a_version_names_the_commit_where_there_is_one(tmp_path: Path) -> None:
     assert text == f"accrete 1.3 (commit {commit}-dirty) from {tmp_path}"
 
 
-def test_new_code_makes_a_checkout_dirty_and_a_tag_hides_no_commit(tmp_path: Path) -> None:
+def test_only_code_changes_mark_a_commit_as_dirty(tmp_path: Path) -> None:
     (tmp_path / "workers").mkdir()
     (tmp_path / "workers" / "loop.py").write_text("")
     (tmp_path / "pyproject.toml").write_text("")
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
-    assert version.git_commit(tmp_path) == "", "no checkout"
+    assert version.git_commit(tmp_path) == "", "not a git checkout"
     subprocess.run([*git, "init", "-q"], check=True)
-    assert version.git_commit(tmp_path) == "", "no commit"
+    assert version.git_commit(tmp_path) == "", "no commit yet"
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-q", "-m", "first"], check=True)
     commit = version.git_commit(tmp_path)
@@ -49,7 +49,7 @@ def test_new_code_makes_a_checkout_dirty_and_a_tag_hides_no_commit(tmp_path: Pat
     assert re.fullmatch("[0-9a-f]{12}", commit)
     assert version.git_commit(tmp_path) == commit
     (tmp_path / "notes.txt").write_text("")
-    assert version.git_commit(tmp_path) == commit, "no result depends on it"
+    assert version.git_commit(tmp_path) == commit, "results do not depend on this file"
     new_method = tmp_path / "workers" / "new.py"
     new_method.write_text("")
     assert version.git_commit(tmp_path) == f"{commit}-dirty"
@@ -58,7 +58,7 @@ def test_new_code_makes_a_checkout_dirty_and_a_tag_hides_no_commit(tmp_path: Pat
     assert version.git_commit(tmp_path) == f"{commit}-dirty"
 
 
-def test_printed_commands_begin_as_the_process_was_started(
+def test_printed_commands_use_the_invocation_of_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = tmp_path / "an environment"
@@ -76,7 +76,7 @@ def test_printed_commands_begin_as_the_process_was_started(
 
 
 # ---- help ----------------------------------------------------------------------------------------
-def test_the_help_lists_every_command_in_one_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command_in_one_group(capsys: pytest.CaptureFixture[str]) -> None:
     grouped = [name for group in help.GROUPS for name in group.commands]
     commands = help.list_subparsers(cli.parser()).choices
     assert sorted(grouped) == sorted(commands) == sorted(help.EXAMPLES)
@@ -90,7 +90,9 @@ def test_the_help_lists_every_command_in_one_group(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("command", help.EXAMPLES)
-def test_the_example_of_a_command_is_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_example_of_each_command_is_valid(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = shlex.split(help.EXAMPLES[command].partition(" > ")[0])
     assert words[0] == command
     assert cli.parser().parse_args(words)
@@ -102,7 +104,7 @@ def test_the_example_of_a_command_is_one(command: str, capsys: pytest.CaptureFix
     assert help.EXAMPLES[command] in capsys.readouterr().out
 
 
-def test_help_and_version_import_the_standard_library_alone(tmp_path: Path) -> None:
+def test_help_and_version_import_no_heavy_packages(tmp_path: Path) -> None:
     script = (
         "import json, sys; from pipeline import cli\n"
         "try: cli.main(sys.argv[1:])\n"
@@ -124,7 +126,10 @@ Completer = Callable[[str], set[str]]
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Completer:
-    """Return what bash offers after a line, in a folder with a config, a card and two runs."""
+    """Return a function that maps a command line to bash's completions.
+
+    The current folder has a config, a card and two runs.
+    """
     folder = tmp_path_factory.mktemp("completion")
     for name in ("configs", "storage/runs/demo", "storage/runs/other"):
         (folder / name).mkdir(parents=True)
@@ -170,7 +175,7 @@ def test_bash_completes_commands_options_files_and_runs(complete: Completer) -> 
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_zsh_reads_its_completion(tmp_path: Path) -> None:
+def test_zsh_loads_the_completion_script(tmp_path: Path) -> None:
     parser = cli.parser("accrete")
     path = tmp_path / "_accrete"
     path.write_text(completion.completion_script(parser, "zsh"))
@@ -185,7 +190,7 @@ def test_zsh_reads_its_completion(tmp_path: Path) -> None:
     assert (process.returncode, process.stderr, process.stdout.strip()) == (0, "", "_accrete")
 
 
-def test_completion_without_its_package_is_one_sentence(
+def test_completion_without_shtab_names_the_missing_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)

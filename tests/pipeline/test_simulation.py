@@ -1,5 +1,7 @@
-"""Promises of the scheduler on clusters that exist on paper: the real graph, walk and queue; see
-tests/simulation.py."""
+"""Tests of the scheduler on simulated clusters, with the real graph, walk and queue.
+
+See tests/simulation.py.
+"""
 
 import gc
 import tracemalloc
@@ -19,7 +21,7 @@ from tests.simulation import Cluster, FailureModel, Span
 SHAPES = {
     1_000: (10, 20, 20, 5),
     10_000: (50, 40, 40, 10),
-}  # stages -> tasks; methods that are stars, chains, chains of three steps per task
+}  # stages -> numbers of tasks, stars, chains, and chains with three steps per task
 NODES_FAIL = FailureModel(life_s=3600, failing=0.02)
 RETRIES = 6
 
@@ -43,18 +45,20 @@ def simulate(
 
 
 def check_spans(graph: Graph, spans: list[Span]) -> None:
-    """Order respects parents, no stage and no group does two things at a time, and what is done is
-    done once."""
+    """Check that stages run after their parents and once, and that no spans overlap.
+
+    Spans of one stage or one group must not overlap.
+    """
     done = {s.stage: s.end for s in spans if s.how == "done"}
     assert len(done) == sum(s.how == "done" for s in spans)
     for span in spans:
         assert all(done[p] <= span.begin for p in graph[span.stage].parents), span
-        assert span.end <= done.get(span.stage, span.end), "it was run again after it was done"
+        assert span.end <= done.get(span.stage, span.end), "the stage ran again after it was done"
     by_stage: dict[str, list[Span]] = {}
     by_group: dict[int, list[Span]] = {}
     for span in sorted(spans, key=lambda span: (span.begin, span.end)):
         by_stage.setdefault(span.stage, []).append(span)
-        if span.group >= 0:  # what the driver runs itself has no group
+        if span.group >= 0:  # stages that the driver runs have no group
             by_group.setdefault(span.group, []).append(span)
     for in_order in [*by_stage.values(), *by_group.values()]:
         for earlier, later in pairwise(in_order):
@@ -62,7 +66,7 @@ def check_spans(graph: Graph, spans: list[Span]) -> None:
 
 
 def share_on_same_group(graph: Graph, spans: list[Span]) -> float:
-    """Share of the stages of chains that ran on the group of the stage before them."""
+    """Return the share of chain stages that ran on the group of the stage before them."""
     groups = {span.stage: span.group for span in spans if span.how == "done"}
     followers = 0
     on_same_group = 0
@@ -78,10 +82,10 @@ def share_on_same_group(graph: Graph, spans: list[Span]) -> float:
 
 
 @pytest.mark.parametrize(("nodes", "bound"), [(100, 1.01), (10, 1.02)])
-def test_on_a_calm_cluster_the_end_is_as_early_as_can_be(
+def test_makespan_is_near_optimal_without_failures(
     tmp_path: Path, nodes: int, bound: float
 ) -> None:
-    """With many nodes the longest chain decides, with few the sum of all work."""
+    """With many nodes the longest chain sets the bound, with few nodes the total work."""
     graph, cluster, outcome = simulate(tmp_path, nodes)
     check_spans(graph, cluster.spans)
     assert outcome.ran == len(graph)
@@ -89,7 +93,7 @@ def test_on_a_calm_cluster_the_end_is_as_early_as_can_be(
 
 
 @pytest.mark.parametrize("nodes", [100, 10])
-def test_changing_nodes_and_failures_lose_nothing(tmp_path: Path, nodes: int) -> None:
+def test_all_stages_finish_despite_node_losses_and_failures(tmp_path: Path, nodes: int) -> None:
     graph, cluster, outcome = simulate(tmp_path, nodes, failures=NODES_FAIL)
     check_spans(graph, cluster.spans)
     how = Counter(s.how for s in cluster.spans)
@@ -100,7 +104,7 @@ def test_changing_nodes_and_failures_lose_nothing(tmp_path: Path, nodes: int) ->
     assert cluster.now <= 1.15 * simulation.makespan_bound(graph, cluster.seconds, nodes)
 
 
-def test_a_chain_keeps_its_group_where_there_is_one_for_each(tmp_path: Path) -> None:
+def test_most_stages_of_a_chain_stay_on_one_group(tmp_path: Path) -> None:
     graph, cluster, _ = simulate(tmp_path, 100)
     assert share_on_same_group(graph, cluster.spans) > 0.7
     graph, cluster, _ = simulate(tmp_path / "storm", 100, failures=NODES_FAIL)
@@ -127,21 +131,23 @@ def test_final_failure_blocks_only_dependent_stages(
     }
 
 
-def test_slow_nodes_cost_at_most_what_they_are_slower(tmp_path: Path) -> None:
-    """A chain may keep a slow group: at half the speed it takes twice as long, and no longer."""
+def test_half_speed_nodes_at_most_double_the_makespan(tmp_path: Path) -> None:
+    """A chain may stay on a slow group: at half the speed it takes at most twice as long."""
     graph, cluster, _ = simulate(tmp_path, 100, failures=FailureModel(slow=0.1))
     assert cluster.now <= 2.0 * simulation.makespan_bound(graph, cluster.seconds, 100)
 
 
-def test_two_simulations_from_one_seed_are_the_same(tmp_path: Path) -> None:
+def test_simulation_is_deterministic_for_a_seed(tmp_path: Path) -> None:
     first, second = (simulate(tmp_path / name, 10, failures=NODES_FAIL)[1].spans for name in "ab")
     assert first == second
 
 
 @pytest.mark.slow
-def test_what_a_walk_keeps_in_memory_grows_with_its_stages_alone(tmp_path: Path) -> None:
-    """Bytes per stage of chains of ten tasks: 90 of them against 9. Edges count as well: the report
-    waits for every evaluation."""
+def test_memory_of_a_walk_grows_linearly_with_stages(tmp_path: Path) -> None:
+    """Compare the bytes per stage of 90 and of 9 chains of ten tasks.
+
+    Edges take memory too, because the report waits for every evaluation.
+    """
     sizes = []
     for chains in (9, 90):
         _, graph, _ = simulation.graph(tmp_path / str(chains), 10, 0, chains, 0)
@@ -158,7 +164,7 @@ def test_what_a_walk_keeps_in_memory_grows_with_its_stages_alone(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_ten_thousand_stages_on_a_thousand_nodes(tmp_path: Path) -> None:
+def test_ten_thousand_stages_finish_on_a_thousand_unreliable_nodes(tmp_path: Path) -> None:
     graph, cluster, outcome = simulate(tmp_path, 1_000, 10_000, NODES_FAIL)
     assert len(graph) > 10_000
     check_spans(graph, cluster.spans)

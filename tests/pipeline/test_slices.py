@@ -1,4 +1,4 @@
-"""Streams whose classes come back: which images are in which task."""
+"""Tests of streams with recurring classes: the images of each task."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_repeating_classes_fill_all_slots(number: int, classes: int, seed: int) 
     assert counts <= {number * classes // 20, number * classes // 20 + 1}
 
 
-def test_the_seed_decides_and_the_order_of_the_classes_does_not() -> None:
+def test_slices_depend_on_seed_but_not_on_class_order() -> None:
     blurry = {"kind": "blurry", "tasks": 5}
     repeating = {"kind": "repeating", "tasks": 9, "classes": 4}
     kinds: list[dict[str, Any]] = [blurry, repeating]
@@ -86,7 +86,7 @@ def test_the_seed_decides_and_the_order_of_the_classes_does_not() -> None:
         ({"kind": "repeating", "tasks": 5, "classes": 3}, "slices.classes at least 20"),
     ],
 )
-def test_too_many_slices_are_refused(values: Any, message: str) -> None:
+def test_impossible_slice_counts_are_refused(values: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         cut(**values)
 
@@ -102,7 +102,7 @@ def body(tmp_path: Path) -> dict[str, Any]:
     return body
 
 
-def test_tasks_of_slices_have_all_classes_and_keys_of_their_own(
+def test_slice_tasks_have_all_classes_and_seed_changes_keys(
     body: dict[str, Any], tmp_path: Path
 ) -> None:
     store = Store(body["storage"])
@@ -116,7 +116,7 @@ def test_tasks_of_slices_have_all_classes_and_keys_of_their_own(
     keys = {stage.key for stage in build_graph(config, store)[0]}
     body["stream"]["tasks"][0]["slices"]["seed"] = 3
     others = {stage.key for stage in build_graph(settings.check(body, "c"), store)[0]}
-    assert len(keys & others) == 2, "the data and the backbone"
+    assert len(keys & others) == 2, "only the data and the backbone keep their keys"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_tasks_of_slices_have_all_classes_and_keys_of_their_own(
         ({"methods": {"simplecil": {}}}, "methods.simplecil.*'simplecil', which has a head for"),
     ],
 )
-def test_slices_that_cannot_be_learned_are_refused(
+def test_invalid_slice_settings_are_refused(
     body: dict[str, Any], change: dict[str, Any], message: str
 ) -> None:
     changed = copy.deepcopy(body)
@@ -142,7 +142,7 @@ def test_slices_that_cannot_be_learned_are_refused(
         settings.check(changed, "c.yaml")
 
 
-def test_a_config_with_slices_does_not_grow_by_a_verb(body: dict[str, Any], tmp_path: Path) -> None:
+def test_remove_command_refuses_a_config_with_slices(body: dict[str, Any], tmp_path: Path) -> None:
     path = small_run.write_config(tmp_path / "c.yaml", body)
     body["stream"]["tasks"][0]["classes"] = [*"01234"]
     small_run.write_config(Path(path), body)

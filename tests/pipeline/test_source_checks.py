@@ -1,5 +1,4 @@
-"""What a listing shows of a source is refused before any image is read, with the sentence of
-ingest."""
+"""Tests of source checks: errors that a listing shows are reported before any image is read."""
 
 from __future__ import annotations
 
@@ -203,7 +202,7 @@ def ingested(card: Card, root: Path) -> None:
 
 
 @pytest.mark.parametrize("make", BAD)
-def test_a_listing_is_refused_with_the_sentence_of_ingest(
+def test_source_check_and_ingest_raise_the_same_error(
     make: Callable[[Path], Card], tmp_path: Path
 ) -> None:
     card = make(tmp_path / "data")
@@ -268,19 +267,21 @@ def good_digits(path: Path) -> Card:
         good_digits,
     ],
 )
-def test_what_ingest_takes_is_accepted(make: Callable[[Path], Card], tmp_path: Path) -> None:
+def test_source_check_accepts_sources_that_ingest_accepts(
+    make: Callable[[Path], Card], tmp_path: Path
+) -> None:
     card = make(tmp_path / "data")
     check_source(card, require_entries(card))
     if card.source.format != "sklearn":
         ingested(card, tmp_path / "storage")
 
 
-def test_plan_run_and_ingest_refuse_alike_and_nothing_is_decoded(
+def test_plan_ingest_and_run_refuse_source_identically_without_decoding(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     card = no_test(tmp_path / "data")
     for image in (tmp_path / "data").rglob("*.png"):
-        image.write_bytes(b"x")  # all of them are damaged, which no listing shows
+        image.write_bytes(b"x")  # damaged images, which a listing does not show
     (tmp_path / "card.yaml").write_text(yaml.safe_dump(json.loads(card.model_dump_json())))
     body = small_run.make_body(tmp_path, {"zoo": str(tmp_path / "card.yaml")})
     config = small_run.write_config(tmp_path / "config.yaml", body)

@@ -1,4 +1,4 @@
-"""Cards that take their classes from their source, whatever its format."""
+"""Tests of cards that take their classes from the source, for each format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workers.errors import UserError
 
 
 class Notes(dict[str, Any]):
-    """What a storage remembers."""
+    """The notes of a storage: identity -> value."""
 
     def remember(self, identity: str, value: Any) -> None:
         self[identity] = value
@@ -34,7 +34,7 @@ class Notes(dict[str, Any]):
 
 
 def write_card(folder: Path, source: dict[str, Any], **changes: Any) -> str:
-    """Write a card that says nothing that the data says; return its path."""
+    """Write a card without facts that can be read from the data; return its path."""
     body = {"name": "zoo", "licence": "none", "classes": "from_source", "source": source}
     path = folder / "zoo.yaml"
     path.write_text(yaml.safe_dump({**body, "test_fraction": 0.2, **changes}))
@@ -93,7 +93,7 @@ FORMS: dict[str, tuple[Callable[[Path], dict[str, Any]], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_classes_are_those_of_the_data_and_nothing_is_typed(form: str, tmp_path: Path) -> None:
+def test_classes_are_read_from_every_source_format(form: str, tmp_path: Path) -> None:
     make, classes = FORMS[form]
     path = write_card(tmp_path, {"path": "data", **make(tmp_path / "data")})
     card = card_files.load_card_file(path)
@@ -105,13 +105,13 @@ def test_classes_are_those_of_the_data_and_nothing_is_typed(form: str, tmp_path:
     assert all(manifest["counts"].values())
 
 
-def test_digits_say_their_classes(tmp_path: Path) -> None:
+def test_digits_classes_are_read_from_scikit_learn(tmp_path: Path) -> None:
     path = write_card(tmp_path, {"format": "sklearn", "name": "digits"})
     assert card_files.load_card_file(path).classes == tuple("0123456789")
 
 
 @pytest.mark.parametrize("form", ["folders", "table", "hub", "shards"])
-def test_classes_are_known_when_the_source_is_gone(form: str, tmp_path: Path) -> None:
+def test_classes_are_remembered_if_the_source_is_missing(form: str, tmp_path: Path) -> None:
     make, classes = FORMS[form]
     path = write_card(tmp_path, {"path": "data", **make(tmp_path / "data")})
     notes = Notes()
@@ -122,7 +122,7 @@ def test_classes_are_known_when_the_source_is_gone(form: str, tmp_path: Path) ->
         card_files.load_card_file(path, Notes())
 
 
-def test_labels_are_read_again_only_where_the_source_has_changed(
+def test_labels_are_read_again_only_if_the_source_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_card(tmp_path, {"path": "data", **hub(tmp_path / "data")})
@@ -143,7 +143,7 @@ def test_labels_are_read_again_only_where_the_source_has_changed(
     assert counts == [1]
 
 
-def test_a_damaged_note_is_no_obstacle(tmp_path: Path) -> None:
+def test_damaged_note_about_classes_is_ignored(tmp_path: Path) -> None:
     path = write_card(tmp_path, {"path": "data", **hub(tmp_path / "data")})
     notes = Notes()
     card_files.load_card_file(path, notes)
@@ -153,7 +153,7 @@ def test_a_damaged_note_is_no_obstacle(tmp_path: Path) -> None:
         assert card_files.load_card_file(path, notes).classes == NAMES
 
 
-def test_a_promised_number_of_classes_is_checked(tmp_path: Path) -> None:
+def test_num_classes_of_a_card_is_checked(tmp_path: Path) -> None:
     source = {"path": "data", **table(tmp_path / "data")}
     assert card_files.load_card_file(write_card(tmp_path, source, num_classes=4)).num_classes == 4
     with pytest.raises(UserError, match="num_classes is 5, but there are 4"):
@@ -167,14 +167,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_classes_that_cannot_be_read_are_one_sentence(case: str, tmp_path: Path) -> None:
+def test_unreadable_classes_are_refused_with_a_reason(case: str, tmp_path: Path) -> None:
     hub(tmp_path / "data")
     changes, says = BAD[case]
     with pytest.raises(UserError, match=says):
         card_files.load_card_file(write_card(tmp_path, {"path": "data", **changes}))
 
 
-def test_values_that_are_no_classes_are_refused(tmp_path: Path) -> None:
+def test_label_values_that_are_not_classes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     columns = {"image": [png(0), png(1)], "label": [[1], [2]]}
     pq.write_table(pa.table(columns), tmp_path / "data" / "train.parquet")
@@ -182,7 +182,7 @@ def test_values_that_are_no_classes_are_refused(tmp_path: Path) -> None:
         card_files.load_card_file(write_card(tmp_path, {"format": "parquet", "path": "data"}))
 
 
-def test_a_card_without_its_source_keeps_the_mark(tmp_path: Path) -> None:
+def test_card_loaded_without_its_source_keeps_the_from_source_marker(tmp_path: Path) -> None:
     path = write_card(tmp_path, {"format": "folder", "path": "data"})
     card = card_files.load_without_source(path)
     assert card.classes == (FROM_SOURCE,)

@@ -1,4 +1,4 @@
-"""The space of a search: what is drawn, what applies, and what is refused before anything runs."""
+"""Tests of the search space: drawn points, conditional dimensions, and errors before a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BODY: dict[str, Any] = {
 
 
 def space(**dimensions: dict[str, Any]) -> Space:
-    """Return a space; a double underscore in a name stands for a dot of the key."""
+    """Return a space. A double underscore in an argument name stands for a dot in the key."""
     by_key = {}
     for name, dimension in dimensions.items():
         by_key[name.replace("__", ".")] = ADAPTER.validate_python(dimension)
@@ -51,27 +51,27 @@ def test_search_points_are_deterministic_and_in_bounds() -> None:
     assert {p["train.epochs"] for p in points} == {1, 2, 3}
     logs = [math.log10(p["methods.meat.mask_lr"]) for p in points]
     assert sum(-4 <= v < -3 for v in logs) == pytest.approx(100, abs=30), (
-        "evenly over orders of magnitude"
+        "each order of magnitude must be equally likely"
     )
 
 
 @pytest.mark.parametrize(("low", "high"), [(1e-3, 10), (10, 1000)])
 def test_rounding_of_logarithms_does_not_leave_the_bounds(low: float, high: float) -> None:
-    """exp(log(10)) is above 10."""
+    """In floating point, exp(log(10)) is greater than 10."""
     dimension = ADAPTER.validate_python({"dist": "loguniform", "low": low, "high": high})
     for end in (0, 1):
         rng: Any = SimpleNamespace(uniform=lambda *ends, end=end: ends[end])
         assert low <= dimension.draw(rng) <= high
 
 
-def test_dimensions_are_drawn_apart() -> None:
+def test_dimensions_are_drawn_independently() -> None:
     two = space(
         a={"dist": "uniform", "low": 0, "high": 1}, b={"dist": "uniform", "low": 0, "high": 1}
     )
     assert all(abs(p["a"] - p["b"]) > 1e-6 for p in (two.draw_point(0, n) for n in range(20)))
 
 
-def test_a_dimension_more_does_not_move_the_others() -> None:
+def test_additional_dimension_does_not_change_other_draws() -> None:
     few = space(**{k: v for k, v in WIDE.items() if k != "methods__meat__alpha"})
     for n in range(10):
         assert few.draw_point(0, n).items() <= space(**WIDE).draw_point(0, n).items()
@@ -89,7 +89,7 @@ def test_a_grid_has_every_point_once() -> None:
     assert sorted({p["d"] for p in points}) == pytest.approx([1, 10, 100])
 
 
-def test_what_belongs_to_another_method_is_not_there() -> None:
+def test_points_contain_only_settings_of_their_method() -> None:
     both = space(
         method={"dist": "choice", "values": ["meat", "hat"]},
         methods__hat__c={"dist": "choice", "values": [1, 2]},
@@ -108,7 +108,7 @@ def test_what_belongs_to_another_method_is_not_there() -> None:
         assert list(with_params(BODY, point)["methods"]) == [point["method"]]
 
 
-def test_when_makes_a_dimension_conditional_whatever_the_order_of_lines() -> None:
+def test_when_makes_dimension_conditional_in_any_line_order() -> None:
     one = space(
         methods__hat__c={
             "dist": "uniform",
@@ -124,7 +124,7 @@ def test_when_makes_a_dimension_conditional_whatever_the_order_of_lines() -> Non
 
 
 @pytest.mark.parametrize("algorithm", ["tpe"])
-def test_a_point_that_optuna_is_told_comes_back_as_it_was(algorithm: str) -> None:
+def test_optuna_suggests_enqueued_point_unchanged(algorithm: str) -> None:
     optuna = pytest.importorskip("optuna")
     one = space(
         **WIDE, methods__meat__token_mask_blocks={"dist": "choice", "values": ["all", [3, 6, 9]]}
@@ -136,7 +136,7 @@ def test_a_point_that_optuna_is_told_comes_back_as_it_was(algorithm: str) -> Non
         assert one.suggest(study.ask()) == point
 
 
-def test_near_stays_inside() -> None:
+def test_perturbed_points_vary_within_bounds() -> None:
     wide, rng = space(**WIDE), random.Random(0)
     point = wide.draw_point(0, 0)
     seen = []
@@ -150,14 +150,14 @@ def test_near_stays_inside() -> None:
     assert len({repr(p) for p in seen}) > 100
 
 
-def test_params_land_where_they_belong() -> None:
+def test_trial_parameters_are_merged_into_config() -> None:
     body = with_params(
         {**BODY, "methods": {"meat": {"lambda": 0.9}}},
         {"methods.meat.lambda": 0.5, "train.epochs": 2},
     )
     assert body["methods"]["meat"]["lambda"] == 0.5
     assert body["train"] == {"epochs": 2}
-    assert BODY["methods"]["meat"] == {"lambda": 0.9}, "the base stays as it is"
+    assert BODY["methods"]["meat"] == {"lambda": 0.9}, "the base config must not change"
     body_per_task = with_history(
         BODY,
         {"methods.meat.lambda": 0.7},
@@ -206,7 +206,7 @@ BAD: list[tuple[dict[str, dict[str, Any]], list[str]]] = [
 
 
 @pytest.mark.parametrize(("dimensions", "texts"), BAD)
-def test_a_space_that_no_run_accepts_is_refused_in_one_sentence(
+def test_invalid_search_space_is_refused(
     dimensions: dict[str, dict[str, Any]], texts: list[str]
 ) -> None:
     with pytest.raises(UserError) as error:
@@ -216,7 +216,7 @@ def test_a_space_that_no_run_accepts_is_refused_in_one_sentence(
         assert text in str(error.value)
 
 
-def test_when_must_name_a_key_and_not_go_round() -> None:
+def test_invalid_or_circular_when_is_refused() -> None:
     with pytest.raises(UserError, match="did you mean 'abc'"):
         space(abc=CHOICE, b={**CHOICE, "when": {"abd": 1}})
     with pytest.raises(UserError, match="which is not among its values"):
@@ -227,14 +227,14 @@ def test_when_must_name_a_key_and_not_go_round() -> None:
         space(a={**CHOICE, "when": {"b": 1}}, b={**CHOICE, "when": {"a": 1}})
 
 
-def test_near_moves_as_far_in_whole_numbers_as_in_others() -> None:
+def test_integers_are_perturbed_in_proportion_to_their_range() -> None:
     wide, rng = space(a={"dist": "int", "low": 1, "high": 1000}), random.Random(0)
     values = {wide.perturb({"a": 500}, rng)["a"] for _ in range(100)}
     assert {400, 600} <= values
     assert not {499, 501} & values
 
 
-def test_near_has_what_applies_there_and_nothing_else() -> None:
+def test_perturbed_points_respect_when_conditions() -> None:
     one = space(
         a={"dist": "choice", "values": [False, True]},
         b={"dist": "uniform", "low": 0, "high": 1, "when": {"a": True}},

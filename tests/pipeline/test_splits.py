@@ -1,4 +1,4 @@
-"""The words by which people call train, validation and test images."""
+"""Tests of the words that name train, validation and test images."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from pipeline.data.splits import (
         ("2", None),
     ],
 )
-def test_a_word_names_a_part_of_a_data_set(word: str, role: str | None) -> None:
+def test_split_word_is_parsed_to_its_role(word: str, role: str | None) -> None:
     assert parse_role(word) == role
 
 
@@ -47,17 +47,17 @@ def test_a_word_names_a_part_of_a_data_set(word: str, role: str | None) -> None:
     ("name", "role"),
     [("seg_train", "train"), ("TestImages", "test"), ("train_or_test", None), ("cats", None)],
 )
-def test_one_word_in_a_name_names_it(name: str, role: str | None) -> None:
+def test_one_split_word_in_a_name_gives_its_role(name: str, role: str | None) -> None:
     assert find_role(name) == role
 
 
-def test_validation_images_serve_as_test_where_nothing_else_does() -> None:
+def test_validation_split_serves_as_test_split_if_none_exists() -> None:
     assert parse_split_words(["train", "val"]).splits == {"train": ["train"], "test": ["val"]}
     found = parse_split_words(["train", "val", "test"]).splits
     assert found == {"train": ["train"], "val": ["val"], "test": ["test"]}
 
 
-def test_held_out_images_are_what_the_others_leave() -> None:
+def test_held_out_split_serves_as_test_unless_test_exists() -> None:
     assert parse_split_words(["train", "eval"]).splits == {"train": ["train"], "test": ["eval"]}
     found = parse_split_words(["train", "valid", "holdout"]).splits
     assert found == {"train": ["train"], "val": ["valid"], "test": ["holdout"]}
@@ -65,7 +65,7 @@ def test_held_out_images_are_what_the_others_leave() -> None:
         parse_split_words(["train", "test", "eval"])
 
 
-def test_words_that_name_nothing_are_listed() -> None:
+def test_unknown_split_words_are_listed() -> None:
     assert parse_split_words(["train", "extra", "test"]).unknown == ["extra"]
 
 
@@ -77,7 +77,7 @@ def test_words_that_name_nothing_are_listed() -> None:
         ("is_train", ["yes", "no", "maybe"], None),
     ],
 )
-def test_a_flag_marks_its_own_part(
+def test_flag_column_is_parsed_into_train_and_test_splits(
     column: str, values: list[str], splits: dict[str, list[str]] | None
 ) -> None:
     role = parse_flag_column(column)
@@ -86,8 +86,8 @@ def test_a_flag_marks_its_own_part(
     assert (found.splits if found else None) == splits
 
 
-def test_a_split_may_name_files_of_a_folder_by_a_pattern() -> None:
-    """Then the files of one folder have different splits."""
+def test_split_may_select_files_of_a_folder_by_pattern() -> None:
+    """The files of one folder can then have different splits."""
     names = ["cat/other.png", "cat/train-1.png", "cat/other-2.png", "cat/train-3.png"]
     source = {"format": "folder", "path": "raw", "splits": {"train": "*/train*"}}
     body = {"name": "a", "licence": "MIT", "classes": ["cat", "dog"], "source": source}

@@ -1,5 +1,8 @@
-"""Promises of `cluster.stages`: resources and a time limit for each kind of stage. A try that takes
-too long is ended and counted, and one sentence names stage, limit and remedy."""
+"""Tests of `cluster.stages`: resources and a time limit for each kind of stage.
+
+An attempt that takes too long is stopped and counted, and one sentence names stage, limit and
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from workers.job import StageJob
 
 
 class Clock:
-    """A clock that shows `now`, which only tests change, in seconds."""
+    """A clock that shows `now` in seconds; only tests change it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -43,7 +46,7 @@ class Clock:
 
 
 def limited(**stages: dict[str, Any]) -> ClusterSettings:
-    """Return the settings of a cluster with limits by kind of stage."""
+    """Return cluster settings with limits by kind of stage."""
     return ClusterSettings.model_validate({"workers": 1, "stages": stages})
 
 
@@ -74,23 +77,23 @@ def test_stage_kind_limits_override_common_limits() -> None:
         ("train.cpus=0", "cluster.stages.train.cpus is 0: .*greater than 0"),
     ],
 )
-def test_a_wrong_limit_is_one_sentence(setting: str, sentence: str) -> None:
+def test_invalid_limit_is_refused_in_one_sentence(setting: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence) as error:
         config(f"cluster.stages.{setting}")
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["ingest", "backbone", "train", "evaluate", "herd", "prune"])
-def test_every_kind_of_stage_may_have_a_limit(kind: str) -> None:
+def test_every_stage_kind_can_have_a_time_limit(kind: str) -> None:
     assert config(f"cluster.stages.{kind}.timeout_s=5").cluster.time_limit(kind) == 5
 
 
-def test_without_limits_the_config_of_a_run_is_as_before() -> None:
+def test_dumped_config_without_limits_has_no_stages_entry() -> None:
     assert "stages" not in dump(config())["cluster"]
 
 
-# ---- in this process -----------------------------------------------------------------------------
-def test_a_deadline_passes_once() -> None:
+# ---- stages in this process ----------------------------------------------------------------------
+def test_deadline_raises_after_its_time_limit() -> None:
     clock = Clock()
     deadline = Deadline(limited(train={"timeout_s": 60}), "train", clock)
     clock.now = 59.0
@@ -107,19 +110,19 @@ def test_a_deadline_passes_once() -> None:
 
 
 def executor_of(cluster: ClusterSettings, folder: Path, clock: Clock) -> LocalExecutor:
-    """Return an executor of this process."""
+    """Return an executor that runs stages in this process."""
     return LocalExecutor(
         Store(str(folder)), cluster, lambda stage: {}, lambda event: None, clock=clock
     )
 
 
 def get_stage(step: str, job: Any) -> Stage:
-    """Return a stage of one kind."""
+    """Return a stage of this kind."""
     return Stage(f"meat/a/{step}", step, "k" * 32, {}, (), job=job)
 
 
 def training(clock: Clock, seconds: float, devices: list[str]) -> Callable[..., dict[str, Any]]:
-    """Return a stand-in of `run_stage` that reports each second, and notes its device."""
+    """Return a stand-in for `run_stage` that reports every second and records its device."""
 
     def run_stage(job: Any, group: Any, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         devices.append(str(group.device))
@@ -144,11 +147,11 @@ def test_local_stage_ends_at_time_limit_and_retries(
     assert clock.now == 10
     assert (event.kind, event.final) == (EventKind.FAILED, False)
     assert "--set cluster.stages.train.timeout_s=20" in event.message
-    assert not (tmp_path / "failures").exists(), "there is nothing to trace"
+    assert not (tmp_path / "failures").exists(), "a timeout writes no traceback"
 
 
 def test_a_task_is_evaluated_before_the_next_one_is_trained(tmp_path: Path) -> None:
-    """The next training has the longer path of descendants, but an accuracy is shown early."""
+    """The next training has a longer path of descendants, but accuracies should be shown early."""
     executor = executor_of(limited(), tmp_path, Clock())
     for step, depth in (("train", 3), ("evaluate", 1), ("herd", 5)):
         executor.submit(get_stage(step, None), depth)
@@ -157,7 +160,7 @@ def test_a_task_is_evaluated_before_the_next_one_is_trained(tmp_path: Path) -> N
     assert ended == ["meat/a/evaluate", "meat/a/herd", "meat/a/train"]
 
 
-def test_each_try_has_its_own_time_and_the_last_one_fails_the_stage() -> None:
+def test_timed_out_stage_is_retried_and_then_fails() -> None:
     stage = get_stage("train", None)
     walk = Walk.over(Graph.of("g", [stage]), [], retries=1)
     late = Event(EventKind.FAILED, stage.id, "took longer")
@@ -170,7 +173,7 @@ def test_each_try_has_its_own_time_and_the_last_one_fails_the_stage() -> None:
     assert kinds == [DecisionKind.RETRY, DecisionKind.FAIL]
 
 
-def test_a_stage_of_this_process_that_ends_in_time_is_done(
+def test_local_stage_within_its_time_limit_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -182,7 +185,7 @@ def test_a_stage_of_this_process_that_ends_in_time_is_done(
     executor.close()
 
 
-def test_threads_are_those_of_the_kind_of_stage(
+def test_thread_count_follows_the_stage_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
@@ -205,7 +208,7 @@ def test_missing_gpu_is_named_with_stage_kind(tmp_path: Path) -> None:
     executor_of(limited(train={"gpus": 0}), tmp_path, Clock()).close()
 
 
-def test_ingest_in_this_process_ends_itself_at_its_next_report(
+def test_local_ingest_times_out_at_its_next_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -232,9 +235,9 @@ def test_ingest_in_this_process_ends_itself_at_its_next_report(
     assert len(written) == 4
 
 
-# ---- ingest in tasks of Ray ----------------------------------------------------------------------
+# ---- ingest in Ray tasks -------------------------------------------------------------------------
 class SlowRay:
-    """A fake of the module `ray` whose tasks never end."""
+    """A fake of the module `ray` with tasks that never end."""
 
     class exceptions:
         class GetTimeoutError(Exception):
@@ -247,20 +250,20 @@ class SlowRay:
         self.cancelled: list[int] = []
 
     def remote(self, **options: Any) -> Callable[[Any], Any]:
-        """Return a decorator of functions whose `remote` returns its argument."""
+        """Return a decorator that returns an object with a method `remote`, the identity."""
         return lambda function: SimpleNamespace(remote=lambda item: item)
 
     def get(self, task: int, timeout: float | None) -> Any:
-        """Wait in vain."""
+        """Wait until the timeout, and raise GetTimeoutError."""
         time.sleep(60 if timeout is None else timeout)
         raise self.exceptions.GetTimeoutError
 
     def cancel(self, task: int, force: bool) -> None:
-        """Note that a task was ended."""
+        """Record that a task was cancelled."""
         self.cancelled.append(task)
 
     def is_initialized(self) -> bool:
-        """Return that tasks can be ended."""
+        """Return True, so that tasks can be cancelled."""
         return True
 
 
@@ -274,7 +277,7 @@ def test_ingest_tasks_end_at_deadline_and_free_slots() -> None:
     assert ray_map.free.acquire(blocking=False)
 
 
-def test_ingest_that_waits_for_slots_of_another_ingest_keeps_its_deadline() -> None:
+def test_ingest_waiting_for_slots_keeps_its_deadline() -> None:
     ray_map = RayMap(SlowRay(), limit=1)
     assert ray_map.free.acquire()
     deadline = Deadline(limited(ingest={"timeout_s": 0.05}), "ingest")
@@ -283,13 +286,13 @@ def test_ingest_that_waits_for_slots_of_another_ingest_keeps_its_deadline() -> N
 
 
 def test_ingest_without_a_deadline_ends_when_its_executor_is_closed() -> None:
-    """One waits for a task, two for its slot."""
+    """One thread waits for its task, and two wait for the slot."""
     ray = SlowRay()
     ray_map = RayMap(ray, limit=1)
     deadline = Deadline(limited(), "ingest")
     with ThreadPoolExecutor(3) as threads:
         users = [threads.submit(list, ray_map(str, range(5), deadline)) for _ in range(3)]
-        while ray_map.free.acquire(blocking=False):  # until one has its slot
+        while ray_map.free.acquire(blocking=False):  # until one thread has the slot
             ray_map.free.release()
             time.sleep(0.01)
         ray_map.close()
@@ -305,11 +308,11 @@ GPU_NODE = {"CPU": 8.0, "GPU": 2.0}
 
 
 def ready(name: str, depth: int, pool: int) -> ReadyStage:
-    """Return a stage that waits for a group of a pool."""
+    """Return a stage that is ready for a group of this pool."""
     return ReadyStage(depth, Stage(name, "train", name, {}, ()), pool)
 
 
-def test_kinds_that_take_the_same_share_a_pool() -> None:
+def test_stage_kinds_with_equal_resources_share_a_pool() -> None:
     pools = Pools(
         limited(
             train={"timeout_s": 9},
@@ -348,13 +351,13 @@ def test_idle_group_makes_room_for_other_pool() -> None:
     }
 
 
-def test_with_one_pool_groups_are_those_of_the_cluster() -> None:
+def test_single_pool_gets_all_groups_of_the_cluster() -> None:
     pools = Pools(limited(train={"timeout_s": 9}))
     state = nodes_of([{"CPU": 3.0}])
     assert pools.sizes(state, "01-a", 9, [], {}) == {0: 1, 1: 1, 2: 1}
 
 
-def test_resources_that_no_node_has_are_one_sentence() -> None:
+def test_unavailable_resources_are_refused_in_one_sentence() -> None:
     pools = Pools(limited(evaluate={"cpus": 16}))
     pools.check_fit(0, nodes_of([GPU_NODE]))
     with pytest.raises(UserError) as error:
@@ -365,7 +368,7 @@ def test_resources_that_no_node_has_are_one_sentence() -> None:
     )
 
 
-def test_workers_are_taken_from_nodes_that_stay() -> None:
+def test_workers_are_subtracted_only_from_staying_nodes() -> None:
     state = nodes_of([{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 2.0}], lost=[0], leaving=[1])
     room = subtract_workers(state, limited(), 5)
     assert [node.resources["CPU"] for node in room.nodes.values()] == [2, 2, 0]
@@ -373,8 +376,8 @@ def test_workers_are_taken_from_nodes_that_stay() -> None:
 
 # ---- on Ray --------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_workers_on_ray_are_ended_and_the_next_run_goes_on(tmp_path: Path) -> None:
-    """Training takes for ever, evaluation runs on workers of another size."""
+def test_ray_run_stops_at_time_limit_and_next_run_succeeds(tmp_path: Path) -> None:
+    """The first run trains without end; evaluation runs on workers of another size."""
     stages = {"train": {"timeout_s": 6}, "evaluate": {"cpus": 2}}
     cluster = {"workers": 1, "groups": 1, "address": "local", "retries": 1, "stages": stages}
     cards = small_run.make_cards(tmp_path, ["a"])

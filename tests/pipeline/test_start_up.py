@@ -1,5 +1,4 @@
-"""Promises of starts: where all stands, no heavy package is imported, and the cached graph of a
-config is the one that a build gives."""
+"""Tests of start-up: no heavy imports if all results are up to date, and the graph cache."""
 
 from __future__ import annotations
 
@@ -48,7 +47,9 @@ def config_path(tmp_path: Path) -> str:
     return small_run.write_config(tmp_path / "config.yaml", body)
 
 
-def test_plan_and_run_of_what_stands_import_nothing_heavy(tmp_path: Path, quick: Any) -> None:
+def test_plan_and_run_of_finished_results_import_no_heavy_packages(
+    tmp_path: Path, quick: Any
+) -> None:
     cards = small_run.make_cards(tmp_path, ("base", "a"))
     body = small_run.make_body(tmp_path, cards, ["linear"])
     body["tracking"] = {"models": False}
@@ -70,7 +71,7 @@ def test_the_tasks_of_a_model_are_listed_without_torch(tmp_path: Path, quick: An
 # ---- the cache -----------------------------------------------------------------------------------
 @contextmanager
 def fresh_start() -> Iterator[None]:
-    """As in a process that has not imported the builder: there the cache is used."""
+    """Act as in a process that has not imported the builder, so that the cache is used."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app, "BUILD_MODULE", "not imported")
         yield
@@ -82,7 +83,7 @@ def prepared(path: str, *overrides: str) -> PreparedRun:
 
 
 def plain(graph: Graph) -> list[Any]:
-    """What `plan` and records read of a graph."""
+    """Return the parts of a graph that `plan` and records read."""
     stages = [[s.id, s.step, s.key, s.inputs, s.parents, s.method, s.task, s.note] for s in graph]
     return [graph.name, *json.loads(json.dumps(stages))]
 
@@ -101,9 +102,7 @@ def test_a_cached_graph_equals_a_fresh_one(config_path: str) -> None:
     assert plain(app.with_jobs(cached).graph) == plain(graph)
 
 
-def test_a_changed_config_card_or_image_folder_is_built_anew(
-    config_path: str, tmp_path: Path
-) -> None:
+def test_changed_config_card_or_images_rebuild_the_graph(config_path: str, tmp_path: Path) -> None:
     prepared(config_path)
     assert prepared(config_path, "train.epochs=3").has_jobs
     assert not prepared(config_path).has_jobs
@@ -120,7 +119,7 @@ def test_a_changed_config_card_or_image_folder_is_built_anew(
     assert plain(prepared(config_path).graph) == plain(changed.graph)
 
 
-def test_other_code_or_another_version_builds_anew(
+def test_changed_code_or_versions_rebuild_the_graph(
     config_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared(config_path)
@@ -148,7 +147,7 @@ def test_the_code_of_every_method_is_in_the_digest(
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"content": {}, "sha256": "x"}', "cut"])
-def test_a_cache_file_that_is_damaged_or_foreign_is_ignored_and_made_anew(
+def test_damaged_or_foreign_cache_file_is_ignored_and_rewritten(
     damage: str, config_path: str
 ) -> None:
     graph = plain(prepared(config_path).graph)
@@ -174,9 +173,7 @@ def test_only_the_newest_graphs_are_kept(config_path: str, monkeypatch: pytest.M
     assert not prepared(config_path, "seed=3").has_jobs
 
 
-def test_a_graph_whose_raw_data_is_gone_is_built_each_time(
-    config_path: str, tmp_path: Path
-) -> None:
+def test_graph_with_missing_raw_data_is_rebuilt_each_time(config_path: str, tmp_path: Path) -> None:
     prepared(config_path)
     (tmp_path / "raw" / "a").rename(tmp_path / "elsewhere")
     assert prepared(config_path).has_jobs

@@ -1,5 +1,4 @@
-"""Promises of `init` and of commands that are given data: what is written can be run and edited,
-nothing is overwritten, and every printed command works."""
+"""Tests of `init` and of commands on data: the written files, overwriting, and printed commands."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ NAMES = ("ant", "bee", "cow", "dog", "eel")
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, beside which data can lie."""
+    """Return an empty current folder; tests put data next to it."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -30,13 +29,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def init(*paths: str, name: str = "") -> list[str]:
-    """Write a card and a config, and return the lines that are said."""
+    """Write a card and a config, and return the printed lines."""
     lines: list[str] = []
     starter.start(paths, "accrete", lines.append, name=name)
     return "\n".join(lines).splitlines()
 
 
-def test_what_is_written_is_a_valid_config_on_a_valid_card(here: Path) -> None:
+def test_init_writes_a_valid_config_and_card(here: Path) -> None:
     class_folders(here.parent / "zoo", NAMES, 4)
     lines = init("../zoo")
     config = configs.load("zoo.yaml")
@@ -52,7 +51,7 @@ def test_what_is_written_is_a_valid_config_on_a_valid_card(here: Path) -> None:
     assert "<html" in Path("zoo-preview.html").read_text()
 
 
-def test_a_person_can_read_the_files(here: Path) -> None:
+def test_written_files_have_comments_and_short_lines(here: Path) -> None:
     class_folders(here.parent / "zoo", NAMES, 4)
     init("../zoo")
     for file in ("zoo-card.yaml", "zoo.yaml"):
@@ -62,7 +61,7 @@ def test_a_person_can_read_the_files(here: Path) -> None:
     assert "classes: from_source" in Path("zoo-card.yaml").read_text()
 
 
-def test_relative_paths_start_at_the_file_that_names_them(
+def test_relative_paths_are_resolved_from_the_file_naming_them(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class_folders(here.parent / "zoo", NAMES, 4)
@@ -89,7 +88,7 @@ def test_card_next_to_data_and_path_entries_work(here: Path) -> None:
     ] * 2
 
 
-def test_several_data_sets_are_a_task_each(here: Path) -> None:
+def test_each_of_several_data_sets_becomes_a_task(here: Path) -> None:
     class_folders(here.parent / "zoo", NAMES, 4)
     class_folders(here.parent / "b" / "zoo", ("x", "y"), 4)
     init("../zoo", "../b/zoo")
@@ -115,15 +114,15 @@ def test_data_sets_with_the_same_classes_are_domains(here: Path) -> None:
     assert "5 classes in 3 tasks" in Path("art.yaml").read_text()
 
 
-def test_data_sets_with_the_same_numbers_are_tasks(here: Path) -> None:
-    """The numbers can mean other things in each."""
+def test_data_sets_with_the_same_numeric_classes_become_tasks(here: Path) -> None:
+    """The same number can mean different things in each data set."""
     for name in ("a", "b"):
         class_folders(here.parent / name, ("0", "1", "2"), 4)
     init("../a", "../b")
     assert configs.load("a.yaml").stream.scenario == "task"
 
 
-def test_a_folder_of_data_sets_has_its_name(here: Path) -> None:
+def test_files_for_several_data_sets_are_named_after_their_folder(here: Path) -> None:
     class_folders(here.parent / "zoos" / "a", NAMES)
     class_folders(here.parent / "zoos" / "b", ("elk", "fly", "gnu"))
     lines = init("../zoos")
@@ -133,7 +132,7 @@ def test_a_folder_of_data_sets_has_its_name(here: Path) -> None:
     ]
 
 
-def test_names_from_the_data_are_quoted_where_yaml_would_read_them_otherwise(here: Path) -> None:
+def test_names_that_yaml_would_misread_are_quoted(here: Path) -> None:
     names = ("#1", "010", "1e3", "a: b", "no", "null", "true", "x'\"y", "- z", "${HOME}", "größe")
     class_folders(here.parent / "zoo # 1", names)
     init("../zoo # 1")
@@ -144,7 +143,7 @@ def test_names_from_the_data_are_quoted_where_yaml_would_read_them_otherwise(her
 
 
 @pytest.mark.parametrize("file", ["zoo.yaml", "zoo-card.yaml"])
-def test_a_file_of_another_content_is_never_overwritten(file: str, here: Path) -> None:
+def test_existing_file_with_other_content_is_not_overwritten(file: str, here: Path) -> None:
     class_folders(here.parent / "zoo", NAMES)
     Path(file).write_text("mine")
     with pytest.raises(UserError, match=f"{file} is in the current folder with another content"):
@@ -153,7 +152,7 @@ def test_a_file_of_another_content_is_never_overwritten(file: str, here: Path) -
     assert Path(file).read_text() == "mine"
 
 
-def test_a_link_to_nothing_is_not_written_through(here: Path) -> None:
+def test_dangling_link_is_not_written_through(here: Path) -> None:
     class_folders(here.parent / "zoo", NAMES)
     os.symlink(here.parent / "target", "zoo.yaml")
     with pytest.raises(UserError, match=r"zoo.yaml is in the current folder"):
@@ -161,7 +160,7 @@ def test_a_link_to_nothing_is_not_written_through(here: Path) -> None:
     assert not (here.parent / "target").exists()
 
 
-def test_the_same_command_again_changes_nothing(here: Path) -> None:
+def test_repeated_init_changes_nothing(here: Path) -> None:
     class_folders(here.parent / "zoo", NAMES)
     init("../zoo")
     before = [Path(file).read_bytes() for file in sorted(os.listdir())]
@@ -172,7 +171,7 @@ def test_the_same_command_again_changes_nothing(here: Path) -> None:
     assert [Path(file).read_bytes() for file in sorted(os.listdir())] == before
 
 
-def test_a_command_on_data_uses_the_config_that_was_edited(here: Path) -> None:
+def test_command_on_data_uses_the_edited_config(here: Path) -> None:
     class_folders(here.parent / "zoo", NAMES)
     init("../zoo")
     edited = Path("zoo.yaml").read_text().replace("seed: 0", "seed: 7")
@@ -183,7 +182,7 @@ def test_a_command_on_data_uses_the_config_that_was_edited(here: Path) -> None:
     assert Path("zoo.yaml").read_text() == edited
 
 
-def test_a_config_is_taken_for_one(here: Path) -> None:
+def test_path_of_a_file_is_taken_as_config(here: Path) -> None:
     said: list[str] = []
     assert (
         starter.find_or_write_config(["configs/demo.yaml"], "accrete", said.append)
@@ -194,13 +193,13 @@ def test_a_config_is_taken_for_one(here: Path) -> None:
     assert said == []
 
 
-def test_a_config_beside_data_is_refused(here: Path) -> None:
+def test_config_given_together_with_data_is_refused(here: Path) -> None:
     with pytest.raises(UserError, match=r"a.yaml is a config, given together with 1 other path"):
         starter.find_or_write_config(["a.yaml", "zoo"], "accrete", print)
 
 
 @pytest.mark.parametrize("path", [".", "..", str(Path("..") / "zoo")])
-def test_results_do_not_become_part_of_the_data(
+def test_init_in_the_image_folder_is_refused_with_working_command(
     path: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zoo = class_folders(here.parent / "zoo", NAMES)
@@ -216,7 +215,7 @@ def test_results_do_not_become_part_of_the_data(
     assert cli.main(shlex.split(rest)[1:]) == 0
 
 
-def test_folders_of_splits_may_hold_their_results_too(
+def test_init_works_inside_a_folder_of_split_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class_folders(tmp_path / "zoo" / "train", NAMES)
@@ -227,7 +226,7 @@ def test_folders_of_splits_may_hold_their_results_too(
 
 
 @pytest.mark.parametrize("num_classes", [2, 3, 4, 5, 9, 10, 101, 1000])
-def test_all_classes_are_in_tasks_of_at_least_two(num_classes: int) -> None:
+def test_all_classes_are_in_tasks_of_at_least_two_classes(num_classes: int) -> None:
     sizes = task_sizes(num_classes)
     assert sum(sizes) == num_classes
     assert min(sizes) >= 2
@@ -252,7 +251,7 @@ def test_init_plan_and_the_printed_command_work(
     assert capsys.readouterr().out.endswith(first)
 
 
-def test_bad_data_is_one_sentence_and_nothing_is_written(
+def test_bad_data_gives_a_one_line_error_and_no_files(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_image(here.parent / "data" / "a.png", 1)

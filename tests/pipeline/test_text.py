@@ -1,4 +1,4 @@
-"""Promises of text for people: the examples in docstrings are right."""
+"""Tests of text formatting: the examples in docstrings, and durations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from pipeline.config import text
 
 
-def test_the_examples_of_formatters_are_right() -> None:
+def test_docstring_examples_of_formatters_pass() -> None:
     result = doctest.testmod(text)
     assert result.attempted >= 5
     assert result.failed == 0

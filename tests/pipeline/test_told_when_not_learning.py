@@ -1,4 +1,4 @@
-"""A run that does not learn says so, in one sentence with a remedy, in terminal, report, MLflow."""
+"""Tests of the warnings about tasks that were not learned, in terminal, report and MLflow."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ TASK_WARNING = "task 'digits': "
 # ---- chance --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("classes", [2, 3, 20, 1000])
 @pytest.mark.parametrize("images", [1, 10, 72, 400, 5000])
-def test_the_interval_of_guessing_is_the_binomial_one(images: int, classes: int) -> None:
+def test_chance_interval_is_the_binomial_interval(images: int, classes: int) -> None:
     upper = binom.interval(0.95, images, 1 / classes)[1]
     assert max_correct_by_chance(images, classes) == upper
 
 
-def test_only_a_task_within_the_interval_is_told_and_the_remedy_fits() -> None:
+def test_task_within_the_chance_interval_gets_a_matching_remedy() -> None:
     at_chance = LearnedTask("mine", "meat", "a", 44, 72, 2)
     assert LearnedTask("mine", "meat", "a", 45, 72, 2).sentence() == ""
     assert "44 of 72 test images" in at_chance.sentence()
@@ -55,26 +55,26 @@ def test_only_a_task_within_the_interval_is_told_and_the_remedy_fits() -> None:
     assert few.sentence().endswith("give the task more test images")
 
 
-def test_few_steps_are_the_first_remedy_before_the_rate() -> None:
+def test_longer_training_is_suggested_before_another_learning_rate() -> None:
     sentence = LearnedTask("mine", "meat", "a", 36, 72, 2, has_rate=True, steps=12).sentence()
     longer = sentence.index("first train for longer, for example --set methods.mine.train.min")
     assert longer < sentence.index("if that does not help, leave the learning rate out")
     assert TrainDefaults.min_steps == FEW_STEPS
 
 
-def test_a_method_that_trains_nothing_is_not_told_to_train_longer() -> None:
+def test_method_without_training_gets_no_training_remedy() -> None:
     learned = LearnedTask("mine", "ncm", "a", 36, 72, 2, has_rate=True, is_trained=False)
     assert "ncm trained nothing for it" in learned.sentence()
     assert "learning rate" not in learned.sentence()
 
 
-def test_a_task_of_one_class_cannot_be_guessed_wrongly_and_is_not_told() -> None:
+def test_one_class_task_gets_no_warning() -> None:
     assert LearnedTask("mine", "meat", "a", 5, 5, 1).sentence() == ""
 
 
 # ---- a run that learns nothing -------------------------------------------------------------------
 class Finished(NamedTuple):
-    """A run: what it printed, and what it left."""
+    """A finished run: its config, its output, its tables and its report page."""
 
     path: str
     text: str
@@ -119,13 +119,13 @@ def sentences(finished: Finished, label: str) -> list[str]:
     return [row["warning"] for row in rows if row["stage"].startswith(f"{label}/")]
 
 
-def test_a_task_at_chance_is_told_with_what_to_leave_out(finished: Finished) -> None:
+def test_task_at_chance_suggests_removing_the_learning_rate(finished: Finished) -> None:
     (sentence,) = [text for text in sentences(finished, "linear") if "has not learned" in text]
     assert "guessing among 2 classes" in sentence
     assert "leave the learning rate out of the config" in sentence
 
 
-def test_methods_without_training_are_known_from_the_record(finished: Finished) -> None:
+def test_methods_without_training_are_identified_from_the_record(finished: Finished) -> None:
     is_trained = {
         label: [task.is_trained for task in finished.tables.learned_tasks(label)]
         for label in ("ncm", "linear", "learner")
@@ -133,7 +133,7 @@ def test_methods_without_training_are_known_from_the_record(finished: Finished) 
     assert is_trained == {"ncm": [False], "linear": [True], "learner": [True]}
 
 
-def test_few_steps_are_told_with_a_number_that_works(finished: Finished) -> None:
+def test_few_steps_warning_suggests_a_working_override(finished: Finished) -> None:
     (sentence,) = [text for text in sentences(finished, "linear") if "few" in text]
     assert sentence.startswith(f"{TASK_WARNING}5 optimizer steps of 'train' are few")
     (override,) = re.findall(r"--set (\S+)", sentence)
@@ -141,18 +141,18 @@ def test_few_steps_are_told_with_a_number_that_works(finished: Finished) -> None
     assert train.min_steps == 300
 
 
-def test_a_loss_far_above_guessing_is_told_with_a_smaller_rate(finished: Finished) -> None:
+def test_diverged_loss_warning_suggests_a_smaller_learning_rate(finished: Finished) -> None:
     (sentence,) = [text for text in sentences(finished, "finetune") if "diverged" in text]
     assert "guessing gives 0.693" in sentence
     assert sentence.endswith("--set methods.finetune.train.lr=1")
 
 
-def test_masks_that_did_not_change_are_told(finished: Finished) -> None:
+def test_unchanged_masks_give_a_warning(finished: Finished) -> None:
     assert any("no mask entry changed" in text for text in sentences(finished, "supsup"))
     assert any("left its initial state" in text for text in sentences(finished, "meat"))
 
 
-def test_a_loss_over_shared_outputs_is_compared_with_guessing_among_those(
+def test_divergence_warning_compares_with_chance_over_all_shared_outputs(
     finished: Finished,
 ) -> None:
     (stage_id,) = [i for i in finished.tables.artifacts if i == "supsup/digits/train"]
@@ -160,11 +160,11 @@ def test_a_loss_over_shared_outputs_is_compared_with_guessing_among_those(
     assert not any("diverged" in text for text in sentences(finished, "supsup"))
 
 
-def test_a_method_that_learns_is_not_told_anything(finished: Finished) -> None:
+def test_learning_method_gets_no_warning(finished: Finished) -> None:
     assert sentences(finished, "learner") == []
 
 
-def test_each_sentence_is_in_the_terminal_and_in_the_report(finished: Finished) -> None:
+def test_warnings_are_shown_in_terminal_and_report(finished: Finished) -> None:
     rows = finished.tables.warnings()
     assert len(rows) >= 5
     for row in rows:
@@ -172,7 +172,7 @@ def test_each_sentence_is_in_the_terminal_and_in_the_report(finished: Finished) 
         assert str(escape(row["warning"])) in finished.page
 
 
-def test_each_sentence_is_in_mlflow(
+def test_warnings_are_stored_in_mlflow(
     finished: Finished, monkeypatch: pytest.MonkeyPatch, small_pictures: None
 ) -> None:
     fake = FakeMlflow()
@@ -189,7 +189,7 @@ def test_each_sentence_is_in_mlflow(
 
 
 # ---- chance and the number of images in tables and plots -----------------------------------------
-def test_tables_have_the_chance_level_and_the_number_of_test_images(finished: Finished) -> None:
+def test_tables_show_chance_level_and_number_of_test_images(finished: Finished) -> None:
     tables = finished.tables
     (row,) = [row for row in tables.summary() if row["label"] == "linear"]
     assert row["chance"] == 0.5
@@ -200,7 +200,7 @@ def test_tables_have_the_chance_level_and_the_number_of_test_images(finished: Fi
     assert text[-1].split() == ["test", "images", str(row["test_images"])]
 
 
-def test_plots_have_the_chance_level_and_the_number_of_test_images(finished: Finished) -> None:
+def test_plots_show_chance_level_and_number_of_test_images(finished: Finished) -> None:
     matrix = finished.tables.matrix("linear")
     (tick,) = draw_matrix(matrix).axes[0].get_xticklabels()
     assert "chance 50" in tick.get_text()
@@ -212,7 +212,7 @@ def test_plots_have_the_chance_level_and_the_number_of_test_images(finished: Fin
     assert np.asarray(accuracies.lines[0].get_xdata()).tolist() == [0.5, 0.5]
 
 
-def test_in_scenario_class_all_classes_so_far_compete(
+def test_class_incremental_chance_level_counts_all_classes_so_far(
     finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = finished.tables

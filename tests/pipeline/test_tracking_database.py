@@ -1,5 +1,4 @@
-"""The database of records: whole or not there, whenever its maker is killed; found again whatever
-its folder is called."""
+"""Tests of the MLflow database: atomic creation, recovery after a kill, paths, and errors."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ else:  # as MLflow alone does it
 
 
 def initialize(uri: str) -> None:
-    """A database of two tables, as MLflow would make it."""
+    """Create a database with two tables, as MLflow would."""
     path = sqlite_path(uri)
     assert path
     with closing(sqlite3.connect(path)) as database, database:
@@ -57,7 +56,7 @@ def prepare_two_tables(path: Path) -> None:
     prepare_database(path, initialize, lambda: REVISION)
 
 
-def test_a_new_database_is_moved_into_place_whole_and_leaves_nothing_beside(tmp_path: Path) -> None:
+def test_new_database_is_created_atomically_without_leftovers(tmp_path: Path) -> None:
     seen: list[list[str]] = []
 
     def watched(uri: str) -> None:
@@ -66,14 +65,14 @@ def test_a_new_database_is_moved_into_place_whole_and_leaves_nothing_beside(tmp_
 
     prepare_database(tmp_path / "mlflow.db", watched, lambda: REVISION)
     assert len(seen) == 1
-    assert "mlflow.db" not in seen[0], "it was not there before it was whole"
+    assert "mlflow.db" not in seen[0], "the file must not exist before it is complete"
     assert [entry.name for entry in tmp_path.iterdir()] == ["mlflow.db"]
     prepare_two_tables(tmp_path / "mlflow.db")
     assert len(seen) == 1
 
 
 @pytest.mark.parametrize("left", ["empty", "no version", "no tables", "another version", "no row"])
-def test_a_half_made_database_without_runs_is_moved_aside_and_made_anew(
+def test_incomplete_database_without_runs_is_replaced(
     left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
@@ -99,7 +98,7 @@ def test_a_half_made_database_without_runs_is_moved_aside_and_made_anew(
     )
 
 
-def test_a_database_with_runs_is_left_as_it_is(tmp_path: Path) -> None:
+def test_database_with_runs_is_kept_and_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "mlflow.db"
     with closing(sqlite3.connect(path)) as database, database:
         database.executescript("CREATE TABLE runs (id); INSERT INTO runs VALUES (1)")
@@ -111,12 +110,12 @@ def test_a_database_with_runs_is_left_as_it_is(tmp_path: Path) -> None:
         prepare_two_tables(tmp_path / "no.db")
 
 
-def test_of_two_makers_at_once_one_database_stands(tmp_path: Path) -> None:
+def test_concurrent_creation_keeps_the_first_database(tmp_path: Path) -> None:
     path = tmp_path / "mlflow.db"
 
     def slower(uri: str) -> None:
         initialize(uri)
-        # What another process does on a disk without locks.
+        # Act as another process on a disk without locks.
         database_path = sqlite_path(uri)
         assert database_path is not None
         os.link(database_path, path)
@@ -128,7 +127,7 @@ def test_of_two_makers_at_once_one_database_stands(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["mlflow.db"]
 
 
-def test_of_two_drivers_at_once_both_use_the_experiment_that_one_creates(
+def test_concurrent_drivers_use_the_same_experiment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient
@@ -151,7 +150,7 @@ def test_of_two_drivers_at_once_both_use_the_experiment_that_one_creates(
     "name",
     ["a?b", "a#b", "a%3Fb", "a b", "a%b", "\N{LATIN SMALL LETTER A WITH DIAERESIS}", "plain"],
 )
-def test_a_path_is_the_same_after_it_was_a_uri(name: str, tmp_path: Path) -> None:
+def test_path_survives_conversion_to_a_uri_and_back(name: str, tmp_path: Path) -> None:
     path = tmp_path / name / "mlflow.db"
     path.parent.mkdir()
     uri = sqlite_uri(path)
@@ -173,11 +172,11 @@ def test_a_path_is_the_same_after_it_was_a_uri(name: str, tmp_path: Path) -> Non
         "sqlite:///",
     ],
 )
-def test_other_databases_are_none_of_ours(uri: str) -> None:
+def test_uri_without_a_sqlite_file_has_no_path(uri: str) -> None:
     assert sqlite_path(uri) is None
 
 
-def test_a_storage_with_a_question_mark_has_its_record_inside(tmp_path: Path) -> None:
+def test_record_of_storage_named_with_question_mark_is_inside_it(tmp_path: Path) -> None:
     storage = tmp_path / "a?b"
     client, _, experiment = mlflow_client.open_store(str(storage))
     run = client.create_run(experiment)
@@ -224,7 +223,7 @@ def test_killed_database_creation_is_recovered(
     assert left == ["mlflow.db"]
 
 
-# ---- what waiting does not fix ------------------------------------------------------------------
+# ---- permanent errors ----------------------------------------------------------------------------
 def failures() -> list[Exception]:
     from mlflow.exceptions import MlflowException
     from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
@@ -250,13 +249,13 @@ def failures() -> list[Exception]:
     ]
 
 
-def test_a_full_disk_and_a_table_that_exists_are_no_outage() -> None:
+def test_permanent_database_errors_are_not_transient() -> None:
     for error in failures():
         assert not mlflow_client.transient(error), error
     assert mlflow_client.transient(sqlite3.OperationalError("database is locked"))
 
 
-def test_they_are_told_at_once_and_nobody_waits(tmp_path: Path) -> None:
+def test_permanent_errors_are_reported_without_waiting(tmp_path: Path) -> None:
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -271,8 +270,8 @@ def test_they_are_told_at_once_and_nobody_waits(tmp_path: Path) -> None:
     assert "No space left on device; this part is not in the record" in outbox.warnings[0]
 
 
-def test_a_database_that_does_not_answer_is_not_tried_in_silence(tmp_path: Path) -> None:
-    """MLflow alone would try a database for 100 s, and warn of each try."""
+def test_mlflow_database_retries_are_disabled(tmp_path: Path) -> None:
+    """By default, MLflow would retry for 100 s and warn about each attempt."""
     from mlflow.store.db import utils
 
     mlflow_client.open_store(str(tmp_path))

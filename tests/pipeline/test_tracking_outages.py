@@ -1,5 +1,5 @@
-"""The record of a run when MLflow is away or refuses calls: the run never waits, and everything is
-recorded afterwards, in order and once."""
+"""Tests of tracking while MLflow is unreachable or refuses calls: the run does not wait, and the
+record is completed later, in order and without duplicates."""
 
 import json
 import threading
@@ -89,7 +89,7 @@ def test_missed_calls_are_sent_in_order_after_outage() -> None:
     server.tell(1)
     server.up = False
     for number in range(2, 6):
-        server.tell(number)  # returns at once
+        server.tell(number)  # returns immediately
     while not server.lines:
         time.sleep(0.001)
     server.up = True
@@ -103,7 +103,7 @@ def test_missed_calls_are_sent_in_order_after_outage() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_refused_login_is_told_once_and_names_the_variables(status: int) -> None:
+def test_refused_login_is_reported_once_with_the_environment_variables(status: int) -> None:
     lines: list[str] = []
     asked = outbox.Outbox(
         "MLflow",
@@ -142,7 +142,7 @@ def test_each_of_two_outages_is_reported() -> None:
     assert server.received == [2, 4]
 
 
-def test_a_refused_call_is_reported_once_and_later_calls_are_made() -> None:
+def test_refused_calls_are_reported_and_later_calls_are_made() -> None:
     server = Server()
     for what in (1, "nonsense", 2, "unlucky", 3):
         server.tell(what)
@@ -203,7 +203,7 @@ def test_pauses_grow_to_half_a_minute_and_closing_ends_them(
         time.sleep(0.001)
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
     server.up = True
-    assert server.outbox.close(60) == 0  # long before the pause of 30 s is over
+    assert server.outbox.close(60) == 0  # does not wait for the pause of 30 s
     assert server.received == [1]
 
 
@@ -217,7 +217,7 @@ def test_pauses_grow_to_half_a_minute_and_closing_ends_them(
         *(pytest.param(how, 1, marks=pytest.mark.slow) for how in ("before", "after")),
     ],
 )
-def test_after_an_outage_at_any_call_the_server_has_everything_once(
+def test_outage_at_any_call_loses_and_duplicates_nothing(
     storage: Any, monkeypatch: pytest.MonkeyPatch, how: Any, stride: Any
 ) -> None:
     whole = FakeMlflow()
@@ -228,8 +228,8 @@ def test_after_an_outage_at_any_call_the_server_has_everything_once(
     for number in [
         *range(1, 12),
         *range(12, calls + 1, stride),
-    ]:  # at first, while runs are opened, each call
-        # two probes fail as well
+    ]:  # each of the first calls, which open runs, and then some calls
+        # the next two calls fail as well
         fake = FakeMlflow(lambda n, name, at=number: how if at <= n < at + 3 else "")
         recorder, lines = record_into(fake, storage, monkeypatch)
         assert recorder.warnings == []
@@ -238,12 +238,12 @@ def test_after_an_outage_at_any_call_the_server_has_everything_once(
         assert recorder.links() != []
 
 
-def test_a_refused_call_loses_only_its_own_part_of_the_record(
+def test_refused_call_loses_only_its_part_of_the_record(
     storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, fake = FakeMlflow(), FakeMlflow()
     record_into(whole, storage, monkeypatch)
-    # that of the third data set
+    # refuse the third data set
     fake.fault = lambda n, name: (
         "refuse" if name == "log_inputs" and fake.calls.count("log_inputs") == 3 else ""
     )
@@ -260,7 +260,7 @@ def test_a_refused_call_loses_only_its_own_part_of_the_record(
     }
 
 
-def test_a_part_that_was_refused_is_written_by_the_next_record(
+def test_refused_part_is_written_by_the_next_record(
     storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = FakeMlflow()
@@ -284,7 +284,7 @@ def test_a_run_does_not_wait_for_a_server_that_hangs(
     storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, fake = threading.Event(), FakeMlflow()
-    fake.fault = lambda n, name: str(go.wait() or "")[4:]  # waits, and then is not a fault
+    fake.fault = lambda n, name: str(go.wait() or "")[4:]  # waits for `go`, then returns ""
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     lines: list[str] = []
     recorder = Recorder(
@@ -293,14 +293,14 @@ def test_a_run_does_not_wait_for_a_server_that_hangs(
     recorder.start(fake_run.record())
     for stage in fake_run.stages():
         recorder.stage(stage, {"stage": stage.id})
-    assert fake.runs == {}  # and yet we are here
+    assert fake.runs == {}  # the calls above did not wait for the server
     go.set()
     recorder.finish({})
     assert {r.status for r in fake.runs.values()} == {"FINISHED"}
 
 
 @pytest.mark.slow
-def test_two_modules_write_runs_two_make_models_and_one_reads_them() -> None:
+def test_only_listed_modules_import_mlflow() -> None:
     import ast
 
     def imports(path: Any) -> Any:
@@ -371,7 +371,7 @@ def real(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_and_restarted_has_the_whole_record(
+def test_record_is_complete_after_the_server_is_killed_and_restarted(
     real: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "FIRST_S", 0.2)
@@ -385,7 +385,7 @@ def test_a_server_that_is_killed_and_restarted_has_the_whole_record(
     recorder.start(fake_run.record())
     for stage, manifest in fake_run.write(storage, set(IDS[:8])):
         recorder.stage(stage, manifest)
-    while len(recorder.outbox.waiting) > 4:  # it is in the middle of writing
+    while len(recorder.outbox.waiting) > 4:  # wait for the middle of the record
         time.sleep(0.01)
     real.kill()
     for stage, manifest in fake_run.write(storage, set(IDS[8:])):
@@ -402,7 +402,7 @@ def test_a_server_that_is_killed_and_restarted_has_the_whole_record(
     for label in fake_run.METHODS:
         metrics = contents[label, ""].metrics
         for position, task in enumerate(t["name"] for t in fake_run.TASKS):
-            forgets = label == "finetune"  # the accuracies of the others are one point each
+            forgets = label == "finetune"  # others have one point per accuracy
             expected = list(range(position, 4 if forgets else position + 1))
             assert [step for step, _ in metrics[f"acc/{task}"]] == expected
         assert [step for step, _ in metrics["average_accuracy"]] == [0, 1, 2, 3]
@@ -412,7 +412,7 @@ def test_a_server_that_is_killed_and_restarted_has_the_whole_record(
 
 
 @pytest.mark.slow
-def test_report_records_what_a_run_could_not_send_to_the_server(real: Any, tmp_path: Path) -> None:
+def test_report_completes_a_record_that_the_run_could_not_send(real: Any, tmp_path: Path) -> None:
     card = small_run.make_cards(tmp_path, ["base", "a"])
     body = {
         **small_run.make_body(tmp_path, card, ["finetune"]),

@@ -1,5 +1,5 @@
-"""Promises of defaults: every method trains with its own where a config is silent, and a config
-that speaks is obeyed, under the keys that it has always had."""
+"""Tests of training defaults: each method has its own, a config overrides them, and the keys of
+complete configs do not depend on them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def config(weights: str = "hub", **changes: Any) -> Config:
 
 
 @pytest.mark.parametrize("name", [name for name, cls in METHODS.items() if cls.has_training()])
-def test_every_method_declares_its_own_training_in_its_own_class(name: str) -> None:
+def test_every_method_class_declares_its_own_train_defaults(name: str) -> None:
     method = METHODS[name]
-    assert "train_defaults" in vars(method), f"{name} inherits the numbers of another method"
+    assert "train_defaults" in vars(method), f"{name} inherits the defaults of another method"
     defaults = method.train_defaults
     assert len(defaults.source.split()) > 3, "say where the numbers come from"
     assert defaults.steps.keys() <= {step.name for step in method.steps if step.trains}
@@ -63,13 +63,13 @@ def test_method_defaults_fill_gaps_of_config() -> None:
     assert config(methods={"meat": {"train": {"lr": 0.25}}}).merge_train("meat").lr == 0.25
 
 
-def test_two_methods_of_one_run_have_each_their_own_rate() -> None:
+def test_methods_of_one_run_have_their_own_learning_rates() -> None:
     run_config = config(methods={"finetune": {}, "linear": {}})
     assert run_config.merge_train("finetune").lr == 1e-4
     assert run_config.merge_train("linear").lr == 2e-3
 
 
-def test_a_network_from_random_weights_has_another_rate_where_the_method_says_so() -> None:
+def test_methods_may_declare_a_learning_rate_for_random_weights() -> None:
     run_config = config("none", methods={"finetune": {}, "linear": {}})
     assert run_config.merge_train("finetune").lr == 1e-3
     assert run_config.merge_train("linear").lr == 2e-3
@@ -80,13 +80,13 @@ def test_config_overrides_defaults_of_step() -> None:
     stream = {"scenario": "class", "tasks": [{"card": "digits", "split": 2}]}
     silent = config(methods={"der": {}}, stream=stream)
     assert silent.merge_train("der", "finetune").epochs == 10
-    assert silent.merge_train("der", "finetune").min_steps == 600, "as many more steps as epochs"
+    assert silent.merge_train("der", "finetune").min_steps == 600, "in proportion to the epochs"
     loud = config(methods={"der": {}}, stream=stream, train={"epochs": 4, "lr": 0.1})
     assert loud.merge_train("der", "finetune").epochs == 4
     assert loud.merge_train("der", "finetune").lr == 0.1
 
 
-def test_rates_of_one_optimizer_are_not_given_to_another() -> None:
+def test_default_learning_rate_is_not_applied_to_another_optimizer() -> None:
     train = config(train={"optimizer": "sgd"}, methods={"finetune": {}}).merge_train("finetune")
     assert (train.optimizer, train.lr) == ("sgd", TrainSettings().lr)
 
@@ -101,13 +101,15 @@ def test_rates_of_one_optimizer_are_not_given_to_another() -> None:
         ({"epochs": 3, "batch_size": 8, "min_steps": 50}, {"min_steps", "max_epochs"}),
     ],
 )
-def test_a_length_that_is_set_is_not_changed(settings: dict[str, int], left: set[str]) -> None:
+def test_configured_training_length_is_not_changed_by_defaults(
+    settings: dict[str, int], left: set[str]
+) -> None:
     train = config(train=settings).merge_train("meat")
     assert LENGTH & key_inputs(train).keys() == left
     for name, value in settings.items():
         assert getattr(train, name) == value
     if "epochs" in settings and "min_steps" not in settings and train.max_epochs is not None:
-        assert train.max_epochs == settings["epochs"], "smaller batches, but no more epochs"
+        assert train.max_epochs == settings["epochs"], "smaller batches must not add epochs"
 
 
 def test_complete_config_keeps_its_key() -> None:
@@ -123,7 +125,7 @@ def test_method_defaults_are_not_recorded_as_config() -> None:
     assert again.merge_train("meat") == run_config.merge_train("meat")
 
 
-def test_a_changed_default_changes_the_keys_of_configs_that_leave_it_out(
+def test_changed_default_changes_only_keys_of_configs_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def keys(run_config: Config) -> dict[str, str]:

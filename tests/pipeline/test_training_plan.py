@@ -1,4 +1,4 @@
-"""What `plan` and the report say of the training: resolved numbers, before and after a run."""
+"""Tests of the training settings in `plan` and the report, before and after a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def inputs(train: TrainSettings) -> dict[str, Any]:
     return {"train": key_inputs(train)}
 
 
-def test_steps_of_equal_settings_are_told_together_and_others_apart() -> None:
+def test_training_steps_with_equal_settings_are_grouped() -> None:
     other = RULE.model_copy(update={"lr": 0.5})
     stages = [
         StageInfo(
@@ -48,7 +48,7 @@ def test_steps_of_equal_settings_are_told_together_and_others_apart() -> None:
     assert apart.format_optimizer() == "adamw, lr 0.5, weight decay 0.05"
 
 
-def test_where_images_are_not_counted_yet_the_rule_is_told() -> None:
+def test_plan_shows_step_rule_before_images_are_counted() -> None:
     (step,) = group_steps([StageInfo("linear", "train", "a", inputs(RULE), None)])
     assert step.format_length() == (
         "5 epochs, batch size 64; if that gives fewer than 300 optimizer steps, batches down to 16 "
@@ -77,7 +77,7 @@ def silent_config(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_plan_and_report_show_what_a_silent_config_trains_with(
+def test_plan_and_report_show_default_training_settings(
     silent_config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", silent_config]) == 0

@@ -1,5 +1,4 @@
-"""A trial of a search, without Ray: what it reads, what it shares, and what its record says however
-it ended."""
+"""Tests of a search trial without Ray: its data, reuse of stages, records, kills and rounds."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ def tasks_of(results: list[TrialResult]) -> list[str]:
     return [result["task"] for result in results]
 
 
-def test_a_trial_is_judged_on_validation_images_alone(
+def test_trial_is_evaluated_only_on_validation_images(
     plan: trial.PhasePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     splits: list[tuple[str, str]] = []
@@ -92,7 +91,7 @@ def test_a_trial_is_judged_on_validation_images_alone(
     assert last["accuracy"] == pytest.approx(sum(last["per_task"].values()) / 3)
     manifest = small_manifest(plan, "meat/c/evaluate")
     for row in manifest["result"]["rows"]:
-        assert 2 <= row["total"] <= 16, "a fifth of 40 images, by hash"
+        assert 2 <= row["total"] <= 16, "about a fifth of 40 images, selected by hash"
 
 
 def small_manifest(plan: trial.PhasePlan, stage_id: str) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def small_manifest(plan: trial.PhasePlan, stage_id: str) -> dict[str, Any]:
     return manifest
 
 
-def test_what_is_trained_is_what_a_run_of_the_same_settings_trains(plan: trial.PhasePlan) -> None:
+def test_trial_and_equal_run_share_training_keys(plan: trial.PhasePlan) -> None:
     run(plan)
     settings = config.check({**with_params(plan.body, PARAMS), "name": "run"}, "run")
     graph, _ = build.build_graph(settings, Store(plan.storage))
@@ -114,18 +113,20 @@ def test_what_is_trained_is_what_a_run_of_the_same_settings_trains(plan: trial.P
             assert (keys[stage.id] == stage.key) == (stage.step != "evaluate"), stage.id
 
 
-def test_equal_prefixes_are_run_once(plan: trial.PhasePlan) -> None:
+def test_equal_stages_of_trials_run_once(plan: trial.PhasePlan) -> None:
     run(plan)
     assert record(plan)["stages"] == {"run": 3 + 1 + 3 + 3, "reused": 0}
     run(plan, 1, {"methods.meat.lambda": 0.9})
-    assert record(plan, 1)["stages"] == {"run": 6, "reused": 4}, "the data and the backbone stand"
+    assert record(plan, 1)["stages"] == {"run": 6, "reused": 4}, (
+        "the data and the backbone are reused"
+    )
     run(plan, 2, PARAMS)
     assert record(plan, 2)["stages"] == {"run": 0, "reused": 10}
     assert record(plan, 2)["device_s"] == 0 < record(plan)["device_s"]
     assert record(plan, 2)["results"] == record(plan)["results"]
 
 
-def test_a_stage_that_another_process_has_run_by_now_counts_as_reused(
+def test_stage_run_by_another_process_counts_as_reused(
     plan: trial.PhasePlan,
 ) -> None:
     run(plan)
@@ -139,7 +140,7 @@ def test_a_stage_that_another_process_has_run_by_now_counts_as_reused(
     assert (count.run, count.reused, count.seconds) == (0, 7, 0.0)
 
 
-def test_time_on_gpus_is_counted_by_what_a_kind_of_stage_takes() -> None:
+def test_gpu_seconds_use_the_gpu_share_of_each_step() -> None:
     stages = {"train": {"gpus": 0.5}, "evaluate": {"gpus": 0}}
     cluster = config.ClusterSettings(workers=2, gpus_per_worker=1, stages=stages)
     steps = {"b": "backbone", "m/a/train": "train", "m/a/evaluate": "evaluate"}
@@ -153,7 +154,7 @@ def test_time_on_gpus_is_counted_by_what_a_kind_of_stage_takes() -> None:
     assert count.gpu_seconds == 30
 
 
-def test_time_of_a_try_that_failed_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_of_failed_attempts_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     cluster = config.ClusterSettings(workers=2, gpus_per_worker=0.5)
@@ -169,7 +170,7 @@ def test_time_of_a_try_that_failed_is_counted(monkeypatch: pytest.MonkeyPatch) -
 
 
 def forgetful(plan: trial.PhasePlan, monkeypatch: pytest.MonkeyPatch) -> trial.PhasePlan:
-    """Make each task's accuracy fall by 0.2 with each later task; allow a fall of 0.3."""
+    """Make each task's accuracy fall by 0.2 with each later task; allow forgetting of 0.25."""
 
     def fall(store: Store, graph_record: Any, label: str, task: str, position: int) -> TrialResult:
         names = plan.tasks[: position + 1]
@@ -187,14 +188,18 @@ def forgetful(plan: trial.PhasePlan, monkeypatch: pytest.MonkeyPatch) -> trial.P
     return replace(plan, max_forgetting=0.25)
 
 
-def test_a_trial_that_forgets_too_much_is_stopped_and_does_not_win(
+def test_trial_above_max_forgetting_is_stopped_and_cannot_win(
     plan: trial.PhasePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = forgetful(plan, monkeypatch)
     results = run(plan)
-    assert tasks_of(results) == ["a", "b"], "no scheduler compares others with the last result"
+    assert tasks_of(results) == ["a", "b"], (
+        "the scheduler does not get the result that stops the trial"
+    )
     ended = record(plan)
-    assert tasks_of(ended["results"]) == ["a", "b", "c"], "0.2 after the second task is allowed"
+    assert tasks_of(ended["results"]) == ["a", "b", "c"], (
+        "forgetting of 0.2 after two tasks is allowed"
+    )
     assert ended["status"] == "stopped"
     assert ended["message"] == (
         "forgetting of 30.0 % after 3 tasks is more than max_forgetting, 25 %"
@@ -202,7 +207,7 @@ def test_a_trial_that_forgets_too_much_is_stopped_and_does_not_win(
     assert ended["ended"]
     assert best([ended]) is None
     monkeypatch.setattr(trial.Runner, "run", lambda *_: pytest.fail("ran again"))
-    assert run(plan) == results, "what has ended is reported again"
+    assert run(plan) == results, "the results of an ended trial are reported again"
     strict = replace(plan, max_forgetting=0.1, name="strict")
     monkeypatch.undo()
     forgetful(plan, monkeypatch)
@@ -211,7 +216,7 @@ def test_a_trial_that_forgets_too_much_is_stopped_and_does_not_win(
     assert record(strict)["status"] == "stopped"
 
 
-def test_a_trial_that_ended_tells_again_what_it_found_and_runs_nothing(
+def test_ended_trial_reports_its_results_without_running(
     plan: trial.PhasePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = run(plan)
@@ -219,9 +224,7 @@ def test_a_trial_that_ended_tells_again_what_it_found_and_runs_nothing(
     assert run(plan) == results
 
 
-def test_a_trial_that_was_killed_goes_on(
-    plan: trial.PhasePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_trial_resumes(plan: trial.PhasePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(result: TrialResult) -> None:
         if result["task"] == "b":
             raise KeyboardInterrupt
@@ -242,17 +245,17 @@ def test_a_trial_that_was_killed_goes_on(
     run(plan)
     assert record(plan)["status"] == "finished"
     assert record(plan)["stages"] == {"run": 10, "reused": 0}, (
-        "what it ran before it was killed is its own"
+        "stages that ran before the kill are counted as run"
     )
     assert record(plan)["device_s"] > cut["device_s"] > 0
     assert trained_tasks == ["c"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("the evaluation failed")])
-def test_stages_before_a_kill_or_a_failure_are_counted(
+def test_stages_before_an_interruption_or_failure_are_counted(
     plan: trial.PhasePlan, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """The trial ends after the training of task b, before the result that has it."""
+    """The trial ends after task b was trained, before the result that includes it."""
 
     def run_until_b(job: Any, *rest: Any) -> Any:
         if job.step == "evaluate" and job.task.name == "b":
@@ -276,7 +279,7 @@ def test_stages_before_a_kill_or_a_failure_are_counted(
         assert record(plan).get("wall_s", 0.0) > cut.get("wall_s", 0.0) > 0
 
 
-def test_a_trial_that_fails_says_why_each_time(plan: trial.PhasePlan) -> None:
+def test_failed_trial_reports_its_reason_every_time(plan: trial.PhasePlan) -> None:
     bad = {"methods.meat.train.lr": 1e30}
     for _ in range(2):
         with pytest.raises(trial.TrialFailed, match=r"lower methods\.\S+\.lr"):
@@ -288,7 +291,7 @@ def test_a_trial_that_fails_says_why_each_time(plan: trial.PhasePlan) -> None:
     assert record(plan, 4)["graph"] is None
 
 
-def test_a_damaged_record_begins_anew(plan: trial.PhasePlan) -> None:
+def test_trial_with_a_damaged_record_starts_again(plan: trial.PhasePlan) -> None:
     run(plan)
     path = Path(trial.record_path(plan.storage, plan.name, 0))
     path.write_text(path.read_text()[:100])
@@ -296,7 +299,7 @@ def test_a_damaged_record_begins_anew(plan: trial.PhasePlan) -> None:
     assert record(plan)["stages"] == {"run": 0, "reused": 10}
 
 
-def test_fewer_tasks_leave_the_others_alone(plan: trial.PhasePlan) -> None:
+def test_trial_on_some_tasks_does_not_run_the_others(plan: trial.PhasePlan) -> None:
     results = run(replace(plan, tasks=("a", "b")))
     assert tasks_of(results) == ["a", "b"]
     for stage_id, key in stage_keys(plan).items():
@@ -304,12 +307,12 @@ def test_fewer_tasks_leave_the_others_alone(plan: trial.PhasePlan) -> None:
             assert not Path(plan.storage, "stages", key, "manifest.json").exists()
 
 
-def test_a_search_without_validation_images_cannot_be_judged(plan: trial.PhasePlan) -> None:
+def test_trial_without_validation_images_fails(plan: trial.PhasePlan) -> None:
     with pytest.raises(trial.TrialFailed, match="val"):
         run(plan, 5, {"data.val_fraction": 0})
 
 
-def test_a_trial_that_is_stopped_after_its_last_task_is_finished(plan: trial.PhasePlan) -> None:
+def test_trial_interrupted_after_its_last_task_is_finished(plan: trial.PhasePlan) -> None:
     def interrupt(result: TrialResult) -> None:
         if result["task"] == "c":
             raise KeyboardInterrupt
@@ -321,7 +324,7 @@ def test_a_trial_that_is_stopped_after_its_last_task_is_finished(plan: trial.Pha
 
 
 @pytest.mark.few(1)
-def test_a_population_learns_in_rounds_and_keeps_what_each_trial_found_last(
+def test_population_rounds_record_parameters_and_results_of_each_trial(
     plan: trial.PhasePlan,
 ) -> None:
     plan = replace(plan, each=True, method_tasks=plan.tasks)
@@ -332,11 +335,11 @@ def test_a_population_learns_in_rounds_and_keeps_what_each_trial_found_last(
     run(replace(plan, until=2), 0, points[0], parent=0)
     run(replace(plan, until=2), 1, points[0], parent=0)
     assert record(plan, 1)["results"] == record(plan, 0)["results"], (
-        "the same parameters on the same first task"
+        "both used the same parameters from the same parent"
     )
     assert record(plan, 1)["history"] == {"a": points[0], "b": points[0]}
     assert [one["params"] for one in record(plan, 1)["rounds"]] == [points[1], points[0]], (
-        "what it has tried itself"
+        "the parameters that the trial itself used"
     )
     for number, params in enumerate(points):
         run(replace(plan, until=3), number, params, parent=number)
@@ -346,11 +349,11 @@ def test_a_population_learns_in_rounds_and_keeps_what_each_trial_found_last(
         accuracy = ended["results"][-1]["accuracy"]
         assert ended["rounds"][-1] == {"params": params, "accuracy": accuracy}
     results = run(replace(plan, until=2), 1, points[1], parent=0)
-    assert tasks_of(results) == ["a", "b", "c"], "a round that is over is reported again"
+    assert tasks_of(results) == ["a", "b", "c"], "a finished round is reported again"
     assert record(plan, 1) == ended
 
 
-def test_a_round_that_was_killed_goes_on_from_the_same_parent(plan: trial.PhasePlan) -> None:
+def test_interrupted_round_resumes_from_the_same_parent(plan: trial.PhasePlan) -> None:
     plan = replace(plan, each=True, method_tasks=plan.tasks)
     for number in (0, 1):
         run(replace(plan, until=1), number, {"methods.meat.lambda": 0.6 + 0.3 * number})
@@ -367,7 +370,7 @@ def test_a_round_that_was_killed_goes_on_from_the_same_parent(plan: trial.PhaseP
     assert len(record(plan, 1)["rounds"]) == len(record(plan, 1)["results"]) == 2
 
 
-def test_garbage_is_what_no_run_and_no_search_needs(plan: trial.PhasePlan, tmp_path: Path) -> None:
+def test_stages_of_a_search_are_not_garbage(plan: trial.PhasePlan, tmp_path: Path) -> None:
     run(plan)
     keys = set(stage_keys(plan).values())
     store = Store(plan.storage)

@@ -1,4 +1,4 @@
-"""What a person is told of a run that failed in part, and of images and warnings of all seeds."""
+"""Tests of reports on partly failed runs, skipped images, and warnings of several seeds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests import small_run
 pytestmark = pytest.mark.usefixtures("small_pictures")
 
 
-def test_a_method_that_fails_leaves_a_report_of_the_others(
+def test_failed_method_leaves_a_report_of_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, "ab"), ["linear"])
@@ -48,7 +48,7 @@ def test_a_method_that_fails_leaves_a_report_of_the_others(
     check_page()
 
 
-def test_a_report_that_fails_does_not_hide_why_a_stage_failed(
+def test_failed_report_does_not_hide_the_stage_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full_disk(*_: object) -> None:
@@ -65,9 +65,7 @@ def test_a_report_that_fails_does_not_hide_why_a_stage_failed(
 
 
 @pytest.mark.slow
-def test_a_run_names_images_that_were_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_reports_skipped_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cards = small_run.make_cards(tmp_path, "ab")
     body = small_run.make_body(tmp_path, cards, ["linear"])
     path = small_run.write_config(tmp_path / "config.yaml", body)
@@ -85,7 +83,7 @@ def test_a_run_names_images_that_were_left_out(
 
 
 def rows(**warnings: str) -> Any:
-    """Return tables of a replica: stage -> its warning."""
+    """Return run tables with these warnings, by stage."""
     found = [{"stage": name, "stages": 1, "warning": text} for name, text in warnings.items()]
     return SimpleNamespace(warnings=lambda: found)
 

@@ -1,4 +1,4 @@
-"""Images with more than 8 bits are scaled by the range of their format or of the card."""
+"""Tests of images with more than 8 bits: they are scaled by the range of the format or the card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Walk` decides which stages run. Here it is stepped by hand: no cluster, no store, no clock."""
+"""Tests of `Walk`, which decides which stages run, without cluster, store or clock."""
 
 import itertools
 import random
@@ -71,7 +71,7 @@ def test_star_runs_in_parallel_and_chain_in_order() -> None:
     assert launches(chain) == ["a"]
 
 
-def test_the_stage_with_the_longest_path_below_it_is_launched_first() -> None:
+def test_stage_with_the_longest_remaining_path_is_launched_first() -> None:
     walk = Walk.over(graph(CHAIN), ["data", "base", "a"], 0)
     assert launches(walk) == ["b", "ea"]
 
@@ -115,7 +115,7 @@ def test_a_final_error_is_not_retried() -> None:
     assert walk.tries == {"base": 1}, "it counts as a failed try all the same"
 
 
-def test_a_failure_in_one_branch_does_not_stop_the_other_branches() -> None:
+def test_failure_in_one_branch_does_not_stop_other_branches() -> None:
     walk = Walk.over(graph(STAR), ["data", "base"], 0)
     launch_all(walk)
     walk.apply(Event(EventKind.FAILED, "b", "boom", final=True))
@@ -128,7 +128,7 @@ def test_a_failure_in_one_branch_does_not_stop_the_other_branches() -> None:
     assert walk.states["report"] is State.BLOCKED
 
 
-def test_a_damaged_result_is_recomputed_by_the_stage_that_wrote_it() -> None:
+def test_damaged_result_is_recomputed_by_its_stage() -> None:
     walk = Walk.over(graph(CHAIN), ["data", "base", "a"], 1)
     assert "b" in launch_all(walk)
     decision = walk.apply(Event(EventKind.DAMAGED, "b", "state is damaged", key="key-a"))
@@ -139,7 +139,7 @@ def test_a_damaged_result_is_recomputed_by_the_stage_that_wrote_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_every_walk_ends_and_never_runs_a_stage_before_its_parents(
+def test_every_walk_ends_and_runs_parents_first(
     seed: Any,
 ) -> None:
     rng = random.Random(seed)
@@ -167,7 +167,7 @@ def test_every_walk_ends_and_never_runs_a_stage_before_its_parents(
 def decisions_from_scratch(walk: Walk) -> list[tuple[str, str]]:
     """Return (kind, stage) of the decisions that follow from the states of all stages.
 
-    `Walk.decide` must take the same ones from what changed alone.
+    `Walk.decide` must take the same decisions from the changes only.
     """
     states = dict(walk.states)
     blocked = []
@@ -193,10 +193,10 @@ def decisions_from_scratch(walk: Walk) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_incremental_decisions_equal_those_from_the_states_of_all_stages(
+def test_incremental_decisions_equal_decisions_from_scratch(
     seed: Any,
 ) -> None:
-    """Under losses, failures, damaged results, and stages that share a key, in any order."""
+    """Events include losses, failures and damaged results in any order; some stages share a key."""
     rng = random.Random(seed)
     names = [f"s{i}" for i in range(14)]
     stages = []
@@ -229,11 +229,11 @@ def test_incremental_decisions_equal_those_from_the_states_of_all_stages(
 
 
 def look_up(edges: Any, hits: Any) -> Any:
-    """Return stage -> whether the store has its result. hits: the stages of which it has."""
+    """Return stage -> whether the store has its result. hits: the stages with a stored result."""
     return {stage_id: Lookup(stage_id in hits, "") for stage_id in edges}
 
 
-def test_only_missing_stages_and_the_missing_stages_that_they_need_run() -> None:
+def test_only_missing_stages_and_their_missing_dependencies_run() -> None:
     assert stages_to_run(graph(CHAIN), look_up(CHAIN, [])) == set(CHAIN)
     assert stages_to_run(graph(CHAIN), look_up(CHAIN, list(CHAIN))) == set()
     assert stages_to_run(graph(CHAIN), look_up(CHAIN, ["data", "base", "a", "b", "ea", "eb"])) == {
@@ -243,20 +243,20 @@ def test_only_missing_stages_and_the_missing_stages_that_they_need_run() -> None
     }
 
 
-def test_a_missing_ingest_stage_does_not_run_when_no_stage_needs_it() -> None:
+def test_missing_ingest_stage_runs_only_if_needed() -> None:
     """A task's raw data and shards may be deleted once the task is trained."""
     hits = set(CHAIN) - {"data"}
     assert stages_to_run(graph(CHAIN), look_up(CHAIN, hits)) == set()
 
 
-def test_a_missing_training_stage_runs_even_where_every_evaluation_is_stored() -> None:
+def test_missing_training_stage_runs_although_its_evaluation_is_stored() -> None:
     hits = set(CHAIN) - {"b"}
     assert stages_to_run(graph(CHAIN), look_up(CHAIN, hits)) == {"b"}
     hits = set(CHAIN) - {"data", "base"}
     assert stages_to_run(graph(CHAIN), look_up(CHAIN, hits)) == {"data", "base"}
 
 
-def test_a_cycle_and_stages_of_one_name_raise_a_user_error() -> None:
+def test_cycles_and_duplicate_stage_ids_are_refused() -> None:
     with pytest.raises(UserError, match="circle"):
         graph({"a": ("b",), "b": ("a",)})
     with pytest.raises(UserError, match="same id"):
@@ -293,7 +293,7 @@ def test_a_damaged_result_that_two_stages_report_is_recomputed_once() -> None:
     assert sorted(launch_all(walk)) == ["a", "b"]
 
 
-def test_two_stages_with_one_key_never_run_at_the_same_time() -> None:
+def test_stages_with_equal_keys_never_run_concurrently() -> None:
     twins = Graph.of(
         "g",
         [
@@ -310,7 +310,7 @@ def test_two_stages_with_one_key_never_run_at_the_same_time() -> None:
     assert len(launch_all(walk)) == 1
 
 
-# ---- results whose content changes when they are computed again ----------------------------------
+# ---- recomputed results with other content -------------------------------------------------------
 class ScriptedExecutor:
     """An executor that ends stages in a given order, with given contents.
 
@@ -363,8 +363,10 @@ class WithdrawalRecorder:
 def run_scripted(
     edges: dict[str, tuple[str, ...]], missing: set[str], contents: dict[str, str], order: list[str]
 ) -> tuple[list[str], list[str]]:
-    """Run a graph under `ScriptedExecutor`. Return the stages in the order in which they ended, and
-    the keys of withdrawn results. missing: the stages without a stored result.
+    """Run a graph with `ScriptedExecutor`. missing: the stages without a stored result.
+
+    Returns:
+        The stages in the order in which they ended, and the keys of withdrawn results.
     """
     stages = graph(edges)
     lookups = {}
@@ -381,7 +383,7 @@ def run_scripted(
     return executor.ran, store.keys
 
 
-def test_stages_that_failed_before_are_selected_stages() -> None:
+def test_stages_that_failed_before_the_walk_count_as_failures() -> None:
     stages = graph({"data": (), "other": (), "a": ("data",), "b": ("other",)})
     stored = {"other"}
     lookups = {s.id: Lookup(s.id in stored, "", {} if s.id in stored else None) for s in stages}
@@ -398,11 +400,11 @@ def test_stages_that_failed_before_are_selected_stages() -> None:
 EDGES = {"base": (), "a": ("base",), "b": ("a",), "ea": ("a",)}
 
 
-def test_a_stage_is_reused_when_its_recomputed_parent_has_the_same_content() -> None:
+def test_stage_is_reused_if_its_recomputed_parent_is_equal() -> None:
     assert run_scripted(EDGES, {"base"}, {"base": "old base"}, ["base"]) == (["base"], [])
 
 
-def test_a_stage_runs_again_when_its_recomputed_parent_has_another_content() -> None:
+def test_stage_runs_again_if_its_recomputed_parent_differs() -> None:
     ran, withdrawn = run_scripted(EDGES, {"base"}, {"a": "old a"}, ["base", "a"])
     assert (ran, withdrawn) == (["base", "a"], ["key-a"])
     ran, withdrawn = run_scripted(EDGES, {"base"}, {}, ["base", "a", "b", "ea"])
@@ -410,7 +412,7 @@ def test_a_stage_runs_again_when_its_recomputed_parent_has_another_content() -> 
 
 
 @pytest.mark.parametrize("order", [["base", "a", "b"], ["base", "b", "a"], ["b", "base", "a"]])
-def test_a_stage_that_ran_from_an_older_content_runs_again(order: list[str]) -> None:
+def test_stage_that_used_outdated_parent_content_runs_again(order: list[str]) -> None:
     """b runs in parallel to base, from a's old result; then a is computed again."""
     ran, _ = run_scripted({"base": (), "a": ("base",), "b": ("a",)}, {"base", "b"}, {}, order)
     assert ran[-1] == "b"
@@ -418,9 +420,11 @@ def test_a_stage_that_ran_from_an_older_content_runs_again(order: list[str]) -> 
     assert ran.index("a") > ran.index("base")
 
 
-def test_a_child_that_runs_is_checked_when_it_ends_and_not_before() -> None:
-    """b is being computed, and the look-up knew an outdated result of it. It must not be launched
-    a second time while it runs."""
+def test_running_child_is_not_relaunched_when_its_parent_changes() -> None:
+    """Stage b runs, and the lookup found an outdated result of b.
+
+    b must not be launched a second time while it runs.
+    """
     stages = graph({"a": (), "b": ("a",)})
     outdated_manifest = {"content": "old b", "made_of": {"key-a": "old a"}}
     walk = Walk.over(stages, [], 0)

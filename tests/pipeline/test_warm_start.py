@@ -1,4 +1,4 @@
-"""A search that begins with the best points of an earlier one."""
+"""Tests of searches that start with the best points of an earlier search."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ BASE = {"methods": {"meat": {"lambda": 0.75, "token_mask_blocks": (3, 6)}}, "tra
         ({LAMBDA: "most"}, None),
     ],
 )
-def test_a_point_has_the_settings_of_the_trial_then_those_of_its_base(
+def test_point_takes_trial_settings_then_base_settings(
     params: dict[str, Any], expected: dict[str, Any] | None
 ) -> None:
     assert convert_point(space_of(DIMENSIONS), earlier_trial(0, params, 0.5), BASE, 0) == expected
 
 
-def test_a_setting_that_the_earlier_search_does_not_know_is_drawn() -> None:
+def test_setting_unknown_to_earlier_search_is_drawn() -> None:
     dimensions = {
         LAMBDA: DIMENSIONS[LAMBDA],
         ALPHA: {"dist": "uniform", "low": 1.0, "high": 2.0},
@@ -80,10 +80,10 @@ def test_a_setting_that_the_earlier_search_does_not_know_is_drawn() -> None:
         for number in (0, 1, 1)
     ]
     assert all(point is not None and point[LAMBDA] == 0.75 for point in points)
-    assert points[0] != points[1] == points[2], "it depends on the trial and the seed alone"
+    assert points[0] != points[1] == points[2], "the point depends only on the trial and the seed"
 
 
-def test_trial_of_other_method_is_point_if_in_space() -> None:
+def test_trial_of_another_method_is_used_if_in_space() -> None:
     body = {"methods": {"hat": {"s_max": 400.0}, "meat": {}}, "train": {"epochs": 2}}
     params = {"method": "hat"}
     space = space_of(DIMENSIONS)
@@ -96,9 +96,11 @@ def test_trial_of_other_method_is_point_if_in_space() -> None:
     assert convert_point(space, earlier_trial(0, {"method": "ewc"}, 0.5), body, 0) is None
 
 
-def test_a_drawn_setting_belongs_to_the_values_that_it_depends_on() -> None:
-    """`keep` stands in the space for one value of `alpha` alone, and the earlier search has no
-    `keep`; whatever point of the whole space is drawn, it does not decide."""
+def test_drawn_setting_respects_its_condition_on_other_settings() -> None:
+    """The space has `gamma` for only one value of `alpha`, and the earlier trial has no `gamma`.
+
+    It is drawn for the trial's own `alpha`, not for the `alpha` of a point drawn from the space.
+    """
     keep = {"dist": "uniform", "low": 0.1, "high": 0.9, "when": {ALPHA: [2]}}
     alpha = {"dist": "choice", "values": [0.5, 1, 2]}
     space = space_of({ALPHA: alpha, "methods.meat.gamma": keep})
@@ -111,7 +113,7 @@ def test_a_drawn_setting_belongs_to_the_values_that_it_depends_on() -> None:
 def taken(
     some: list[Trial], count: int = 2, key: str = "other", max_forgetting: float | None = None
 ) -> WarmStart:
-    """Return what a search over lambda takes from these trials."""
+    """Return the warm start of a search over lambda from these trials."""
     record = fake_search.record("first") | {"config": {"methods": {"meat": {}}}}
     earlier = trials.SearchRecord("first", record, some, None, [])
     space = space_of({LAMBDA: DIMENSIONS[LAMBDA]})
@@ -120,7 +122,7 @@ def taken(
 
 
 def judged(number: int, params: dict[str, Any], accuracy: float, key: str) -> Trial:
-    """Return a trial of task flowers, with the key of its evaluation."""
+    """Return a trial of task flowers with this key of its evaluation."""
     stages = [
         {"id": "meat/flowers/evaluate", "step": "evaluate", "task": "flowers", "key": key},
         {"id": "meat/birds/evaluate", "step": "evaluate", "task": "birds", "key": "same"},
@@ -128,7 +130,7 @@ def judged(number: int, params: dict[str, Any], accuracy: float, key: str) -> Tr
     return earlier_trial(number, params, accuracy, graph={"stages": stages})
 
 
-def test_the_best_finished_trials_come_first_and_each_point_once() -> None:
+def test_best_finished_trials_come_first_without_duplicates() -> None:
     some = [
         earlier_trial(0, {LAMBDA: 0.6}, 0.5),
         earlier_trial(1, {LAMBDA: 0.7}, 0.9),
@@ -148,7 +150,7 @@ def test_the_best_finished_trials_come_first_and_each_point_once() -> None:
         taken(some[4:])
 
 
-def test_a_trial_that_forgets_more_than_this_search_allows_is_not_taken() -> None:
+def test_trial_above_the_forgetting_limit_is_not_taken() -> None:
     some = []
     for number, rate in enumerate((0.3, 0.7)):
         results = [
@@ -161,7 +163,7 @@ def test_a_trial_that_forgets_more_than_this_search_allows_is_not_taken() -> Non
     assert [point.trial for point in taken(some, max_forgetting=0.4).points] == [1]
 
 
-def test_only_trials_that_were_judged_alike_are_observations() -> None:
+def test_only_trials_with_the_same_evaluation_are_observations() -> None:
     some = [
         judged(0, {LAMBDA: 0.6}, 0.9, "same"),
         judged(1, {LAMBDA: 0.7}, 0.8, "same"),
@@ -177,7 +179,7 @@ def test_only_trials_that_were_judged_alike_are_observations() -> None:
 # ---- searches ------------------------------------------------------------------------------------
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a search `first` of four trials that have ended."""
+    """Return a folder with a search `first` of four finished trials."""
     search = prepared(tmp_path, name="first")
     spec.write_state(search)
     plan = trial.PhasePlan(search.name, search.storage, search.body, {}, search.tasks)
@@ -191,7 +193,7 @@ def asking(search: spec.Search) -> tune.AskingSearcher:
     return tune.AskingSearcher(search, plan, 0)
 
 
-def test_points_of_the_earlier_search_are_tried_first_and_cost_nothing(folder: Path) -> None:
+def test_earlier_points_are_tried_first_without_running_stages(folder: Path) -> None:
     search = prepared(folder, warm_start="first", warm_points=2)
     ranked = sorted(
         load_search_record(search.storage, "first").trials, key=lambda t: -trials.score(t)
@@ -199,7 +201,9 @@ def test_points_of_the_earlier_search_are_tried_first_and_cost_nothing(folder: P
     asked = asking(search)
     points = [asked.suggest(str(number))["params"] for number in range(3)]
     assert points[:2] == [record["params"] for record in ranked[:2]]
-    assert points[2] == tune.draw_point(search, 2, 0), "then as without a warm start"
+    assert points[2] == tune.draw_point(search, 2, 0), (
+        "the next point is drawn as without a warm start"
+    )
     plan = trial.PhasePlan(search.name, search.storage, search.body, {}, search.tasks)
     trial.run_trial(plan, 0, points[0], lambda result: None)
     record = trial.read_trial_record(search.storage, search.name, 0)
@@ -209,7 +213,7 @@ def test_points_of_the_earlier_search_are_tried_first_and_cost_nothing(folder: P
 
 
 @pytest.mark.slow
-def test_tpe_learns_from_the_other_trials_where_they_were_judged_alike(folder: Path) -> None:
+def test_tpe_learns_from_other_comparable_trials(folder: Path) -> None:
     pytest.importorskip("optuna")
     search = prepared(folder, warm_start="first", warm_points=1, algorithm="tpe")
     study = asking(search).optuna
@@ -217,17 +221,17 @@ def test_tpe_learns_from_the_other_trials_where_they_were_judged_alike(folder: P
     values = sorted(told.values[0] for told in study.study.trials)
     records = load_search_record(search.storage, "first").trials
     ranked = sorted((trials.score(record), -record["number"]) for record in records)
-    assert values == [score for score, _ in ranked[:-1]], "the best one is a trial of this search"
+    assert values == [score for score, _ in ranked[:-1]], "the best one is a point to try"
     longer = prepared(
         folder, "set.train.epochs=3", name="longer", warm_start="first", algorithm="tpe"
     )
     assert longer.warm_start is not None
     assert len(longer.warm_start.points) == 4
-    assert longer.warm_start.observations == (), "they were trained for fewer epochs"
+    assert longer.warm_start.observations == (), "the earlier trials have fewer epochs"
     assert asking(longer).optuna.study.trials == []  # type: ignore[union-attr]
 
 
-def test_what_was_taken_stays_when_the_search_goes_on(folder: Path) -> None:
+def test_continued_search_keeps_its_warm_start(folder: Path) -> None:
     more = {"warm_start": "first", "warm_points": 2}
     search = prepared(folder, **more)
     spec.write_state(search)
@@ -244,7 +248,7 @@ def test_what_was_taken_stays_when_the_search_goes_on(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [3, {}, {"search": "x", "points": [{"trial": 1}]}, None])
-def test_a_damaged_record_of_what_was_taken_is_none(damage: Any) -> None:
+def test_damaged_warm_start_record_is_ignored(damage: Any) -> None:
     assert WarmStart.of_record(damage) is None
     search = trials.SearchRecord("x", {"warm_start": damage}, [], None, [])
     assert set(search.origins()) <= {0}

@@ -1,5 +1,5 @@
-"""Promises of the pages, pictures and terminal output of a large run (40 tasks, 15 methods), and of
-pages in the dark and on a phone: what is written can be read."""
+"""Tests that pages, pictures and terminal output of a large run (40 tasks, 15 methods) are
+readable, also in dark mode and on a narrow screen."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TASKS = tuple(f"species-group-{i:02d}" for i in range(NUM_TASKS))
 
 
 def draw(figure: Figure) -> None:
-    """Draw a figure, so that all positions of its texts are known."""
+    """Draw a figure, so that the positions of its texts are known."""
     FigureCanvasAgg(figure).draw()  # type: ignore[no-untyped-call]
 
 
@@ -52,7 +52,7 @@ def overlaps(texts: list[Text]) -> list[tuple[str, str]]:
 
 
 def matrix_of(count: int) -> Matrix:
-    """Return the matrix of a chain of `count` tasks whose accuracy falls."""
+    """Return the matrix of a chain of `count` tasks with falling accuracies."""
     after, task = np.indices((count, count))
     is_learned = task <= after
     correct = np.where(is_learned, 45.0 - (after - task) // 2, np.nan)
@@ -78,7 +78,7 @@ def test_names_of_tasks_do_not_overlap(count: int, inches: float) -> None:
     assert overlaps(list(axes.get_yticklabels())) == []
 
 
-def test_the_matrix_of_a_long_stream_names_every_task_with_chance_and_images() -> None:
+def test_long_matrix_labels_every_task_with_chance_and_images() -> None:
     matrix = matrix_of(24)
     figure = plots.draw_matrix(matrix)
     draw(figure)
@@ -111,7 +111,7 @@ def test_names_above_bands_do_not_overlap(count: int) -> None:
     assert overlaps(texts) == []
 
 
-def test_the_names_of_methods_of_equal_size_stand_apart_beside_their_points() -> None:
+def test_labels_of_equally_large_methods_do_not_overlap() -> None:
     summary = []
     for index in range(NUM_METHODS):
         row = {"label": f"method-{index:02d}", "average_accuracy": 0.6 + 0.004 * (index % 4)}
@@ -122,7 +122,7 @@ def test_the_names_of_methods_of_equal_size_stand_apart_beside_their_points() ->
     by_height = sorted(axes.texts, key=lambda text: text.get_position()[1])
     assert len(by_height) == NUM_METHODS
     assert overlaps(by_height) == []
-    num_moved = NUM_METHODS - 1  # at most one can stand beside its point at that height
+    num_moved = NUM_METHODS - 1  # at each height, at most one stays beside its point
     assert len(axes.get_lines()) >= num_moved - 3
 
 
@@ -140,7 +140,7 @@ def masked_views(count: int) -> list[MaskView]:
 
 
 @pytest.mark.parametrize("count", [3, NUM_TASKS])
-def test_a_legend_of_many_tasks_names_some_and_leaves_room_for_the_lines(count: int) -> None:
+def test_legend_names_limited_tasks_and_stays_outside_axes(count: int) -> None:
     figure = mask_plots.draw_density(masked_views(count))
     assert figure is not None
     draw(figure)
@@ -170,7 +170,7 @@ def luminance(rgb: tuple[float, ...]) -> float:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("ground", ["paper", "band", "note"])
-def test_text_stands_out_from_what_is_behind_it(theme: str, ground: str) -> None:
+def test_text_contrasts_with_background_in_both_themes(theme: str, ground: str) -> None:
     rgb = colours(theme)
     behind = luminance(rgb[ground])
     assert (behind < 0.2) == (theme == "dark")
@@ -179,14 +179,14 @@ def test_text_stands_out_from_what_is_behind_it(theme: str, ground: str) -> None
         assert (lighter + 0.05) / (darker + 0.05) >= 4.5, name
 
 
-def test_colours_of_text_follow_the_theme() -> None:
+def test_style_colours_use_theme_variables() -> None:
     rules = STYLE.split("* { box-sizing", 1)[1]
     for line in rules.splitlines():
         if "color:" in line or "background:" in line:
             assert "var(--" in line, line
 
 
-def test_a_long_table_is_opened_by_a_click() -> None:
+def test_long_table_is_collapsed() -> None:
     rows = [[str(i)] for i in range(html_parts.MAX_OPEN_ROWS + 1)]
     short = html_parts.render_macro("long_table", ["n"], rows[:-1], 1, "rows")
     long = html_parts.render_macro("long_table", ["n"], rows, 1, "rows")
@@ -195,7 +195,7 @@ def test_a_long_table_is_opened_by_a_click() -> None:
     assert long.count("<tr>") == len(rows) + 1
 
 
-def test_many_warnings_are_opened_by_a_click() -> None:
+def test_surplus_warnings_are_collapsed() -> None:
     rows = [{"stage": "s", "stages": 1, "warning": f"sentence {i}"} for i in range(9)]
     html = html_parts.render_macro("warnings", rows)
     first, others = html.split("<details><summary>4 more warnings</summary>")
@@ -217,7 +217,7 @@ def graph_of_chains(num_methods: int, num_tasks: int) -> Graph:
     return Graph.of("large", stages)
 
 
-def test_arrows_of_a_large_graph_are_faint_and_its_legend_is_on_top() -> None:
+def test_large_graph_has_faint_arrows_and_legend_on_top() -> None:
     small = graph_of_chains(1, 3)
     large = graph_of_chains(NUM_METHODS, NUM_TASKS)
     assert 'stroke-opacity="1"' in diagram.to_svg(small, {})
@@ -230,7 +230,7 @@ def test_arrows_of_a_large_graph_are_faint_and_its_legend_is_on_top() -> None:
 
 # ---- the terminal --------------------------------------------------------------------------------
 class OneMatrix:
-    """Tables of a run of which only a matrix is known."""
+    """A fake of a run's tables that has only a matrix."""
 
     def __init__(self, matrix: Matrix):
         self.matrix_of_all = matrix
@@ -254,7 +254,7 @@ def test_a_matrix_is_no_wider_than_the_terminal(
         assert sum("species-group-" in line for line in lines) >= count
 
 
-def test_a_narrow_matrix_has_first_and_last_accuracy_chance_and_images(
+def test_narrow_matrix_shows_first_and_last_accuracy_chance_and_images(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -268,7 +268,7 @@ def test_a_narrow_matrix_has_first_and_last_accuracy_chance_and_images(
 
 
 @pytest.mark.parametrize("count", [2, NUM_TASKS])
-def test_the_line_of_an_evaluation_is_bounded(count: int) -> None:
+def test_evaluation_line_has_bounded_length(count: int) -> None:
     graph = graph_of_chains(1, 1)
     stream = io.StringIO()
     screen = console.Console(graph, {}, stream)

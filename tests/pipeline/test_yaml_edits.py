@@ -1,4 +1,4 @@
-"""Edits of YAML files change one value, and keep comments and everything else."""
+"""Tests of YAML edits: one value changes, and comments and other text are kept."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_key_is_added_to_an_item() -> None:
     assert changed(TEXT, file.text) == ["+       order: '7'"]
 
 
-def test_an_item_is_divided() -> None:
+def test_list_item_is_divided_into_several() -> None:
     file = YamlText(TEXT, "c.yaml")
     file.divide(["stream", "tasks", 1], [{"name": "x"}, {"name": "y", "classes": ["a"]}])
     assert changed(TEXT, file.text) == [
@@ -98,14 +98,14 @@ def test_keys_and_items_are_removed() -> None:
         ("tasks: [a, # x\n  c]\n", "tasks: [a, # x\n  c, {b: 1}]\n"),
     ],
 )
-def test_every_form_of_a_list_grows(text: str, expected: str) -> None:
+def test_item_is_appended_to_every_yaml_list_style(text: str, expected: str) -> None:
     file = YamlText(text, "c.yaml")
     file.append(["tasks"], {"b": 1})
     assert file.text == expected
 
 
 @pytest.mark.parametrize("text", ["a: &x [1]\ntasks: *x\n", "tasks: 3\n", "other: 1\n"])
-def test_what_cannot_be_edited_is_refused(text: str) -> None:
+def test_uneditable_yaml_is_refused_and_unchanged(text: str) -> None:
     file = YamlText(text, "c.yaml")
     with pytest.raises(UserError, match=r"c\.yaml: .* repeat the command"):
         file.append(["tasks"], "b")
@@ -122,7 +122,7 @@ flow: [a,  # ant
 """
 
 
-def test_comments_of_list_items_stay() -> None:
+def test_edits_keep_comments_of_list_items() -> None:
     file = YamlText(LISTS, "c.yaml")
     for key in ("block", "flow"):
         file.extend([key], ["c", "d"])
@@ -138,7 +138,7 @@ def test_comments_of_list_items_stay() -> None:
     assert "flow: [b]  # bee\n" in file.text
 
 
-def test_many_values_in_brackets_go_over_several_lines() -> None:
+def test_long_flow_list_is_wrapped_over_several_lines() -> None:
     file = YamlText("a: [x]\n", "c.yaml")
     names = [f"class {number}" for number in range(40)]
     file.extend(["a"], names)
@@ -146,7 +146,7 @@ def test_many_values_in_brackets_go_over_several_lines() -> None:
     assert max(map(len, file.text.splitlines())) <= 100
 
 
-def test_windows_line_ends_stay() -> None:
+def test_edits_keep_windows_line_endings() -> None:
     file = YamlText(TEXT.replace("\n", "\r\n"), "c.yaml")
     file.append(["stream", "tasks"], {"name": "x", "classes": ["1"]})
     file.set(["empty"], [1])

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that read shards from a bucket."""
+"""Fixtures for tests that read shards from a bucket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.storage import artifact, filesystem
 
 @pytest.fixture
 def counted_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """`test://bucket/`: the folder `tmp_path / "bucket"`."""
+    """Provide the bucket `test://bucket/` with its objects in the folder `tmp_path / "bucket"`."""
     (tmp_path / "bucket").mkdir()
     made = Bucket(tmp_path / "bucket")
     handler = filesystem.RetryingFilesystem(fs.PyFileSystem(made), "test://bucket")
@@ -26,6 +26,6 @@ def counted_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
 
 @pytest.fixture
 def colours(counted_bucket: Bucket) -> SampleTable:
-    """900 images in shards of 60."""
+    """Publish 900 images in shards of 60; return their table."""
     publish(counted_bucket.folder, "colours", MANY, shard_images=60)
     return select(URI, (COLOURS,), "train", 0.0)

@@ -1,4 +1,4 @@
-"""A folder that is read like a bucket: requests are counted, and some of them fail."""
+"""A folder that is read like a bucket. Reads are counted, and some of them fail."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ MANY = {"red": 300, "green": 300, "blue": 300}
 
 
 class Bucket(fs.FileSystemHandler):  # type: ignore[misc]
-    """See the module.
+    """File system that serves a folder like a bucket.
 
-    share: of reads that fail once, in a way that passes. seen: name of a file and bytes of each
-    read that succeeded. refusal, refusal_of_reads: the error of every request, or of every read,
-    where there is one.
+    Attributes:
+        share: Probability that a read fails with a transient error.
+        seen: File name and number of bytes of each successful read.
+        refusal: Error that every open and every read raises, unless empty.
+        refusal_of_reads: Error that every read raises, unless empty.
     """
 
     def __init__(self, folder: Path):

@@ -1,4 +1,4 @@
-"""Devices have an index, and a process that has a part of a GPU takes that part of its memory."""
+"""Tests of devices: index, memory limits on a shared GPU, generators, and precision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 class SharedGpu:
-    """A GPU of 16 GiB, of which others and this process hold some memory."""
+    """A GPU of 16 GiB. This process and other processes hold some of its memory."""
 
     def __init__(self, free: int = 16, reserved: int = 0, allocated: int = 0):
         self.free = free * GIB
@@ -73,11 +73,11 @@ def use(monkeypatch: pytest.MonkeyPatch, gpu: Any) -> torch.device:
         (1, 10, 4, 1, 13),  # 3 GiB are kept for later allocations
         (0.25, 10, 1, 1, 3),
         (0.25, 10, 4, 1, 3),
-        (0.25, 2, 1, 1, 2),  # others took more than their part
+        (0.25, 2, 1, 1, 2),  # others hold more than their part
         (0.25, 10, 4, 4, 0),
     ],
 )
-def test_a_part_of_a_gpu_has_that_part_of_its_memory(
+def test_gpu_share_limits_the_free_memory(
     monkeypatch: pytest.MonkeyPatch,
     gpus: float,
     free: int,
@@ -90,13 +90,13 @@ def test_a_part_of_a_gpu_has_that_part_of_its_memory(
     assert count_free_bytes(device) == allowed * GIB
 
 
-def test_cached_memory_is_returned_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_memory_frees_cached_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SharedGpu(free=6, reserved=10, allocated=1)
     accelerator.release_memory(use(monkeypatch, gpu))
     assert gpu.mem_get_info(make_device(1))[0] == 15 * GIB
 
 
-def test_the_generators_of_cpu_and_gpu_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_and_gpu_generators_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     gpu = SharedGpu()
@@ -117,7 +117,7 @@ def test_a_device_has_an_index_and_a_name(monkeypatch: pytest.MonkeyPatch) -> No
     assert describe_device(torch.device("cpu")).startswith("cpu (")
 
 
-def test_a_cpu_has_no_such_limit() -> None:
+def test_memory_functions_do_nothing_on_a_cpu() -> None:
     limit_memory(torch.device("cpu"), 0)
     accelerator.release_memory(torch.device("cpu"))
 
@@ -132,7 +132,7 @@ def test_a_cpu_has_no_such_limit() -> None:
         (1, "cuda", "bf16", False),  # a ViT
     ],
 )
-def test_cnns_take_channels_last_on_tensor_cores(
+def test_cnns_use_channels_last_on_tensor_cores(
     convolutions: int, device: str, precision: str, is_channels_last: bool
 ) -> None:
     network = nn.Sequential(*[nn.Conv2d(3, 3, 1) for _ in range(convolutions)])
@@ -140,14 +140,14 @@ def test_cnns_take_channels_last_on_tensor_cores(
     assert (memory_format == torch.channels_last) is is_channels_last
 
 
-def test_algorithms_of_convolutions_are_deterministic() -> None:
+def test_convolution_algorithms_are_deterministic() -> None:
     with torch.backends.cudnn.flags(deterministic=False, benchmark=True):
         accelerator.use_fp32()
         assert torch.backends.cudnn.deterministic
         assert not torch.backends.cudnn.benchmark
 
 
-def test_a_stage_trains_in_its_precision_and_is_evaluated_in_fp32(
+def test_training_uses_the_set_precision_and_evaluation_fp32(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
@@ -175,8 +175,8 @@ def test_a_stage_trains_in_its_precision_and_is_evaluated_in_fp32(
     assert states["fp32"] == states["tf32"], "a CPU has no TF32"
 
 
-def test_a_step_without_epochs_computes_in_fp32(lab: Any) -> None:
-    """Its key does not contain the precision."""
+def test_step_without_epochs_uses_fp32(lab: Any) -> None:
+    """The key of such a step does not contain the precision."""
     train = {"optimizer": "adamw", "lr": 1e-2, "epochs": 1, "batch_size": 32}
     run = lab.run_of("slca", {**train, "precision": "tf32"}, scenario="class")
     trained, statistics = run.stages(0)

@@ -1,5 +1,4 @@
-"""Adapters of all kinds: they start as the backbone, sit where they should, their sizes are the
-formula's, and no task touches another."""
+"""Tests of adapters of all kinds: initial output, position, stored size, and independent tasks."""
 
 from __future__ import annotations
 
@@ -30,13 +29,13 @@ def trained(method: Adapter, task: Task = ONE, steps: int = 6) -> TaskState:
     return method.finish()[0]
 
 
-def test_a_task_starts_as_the_backbone_whatever_it_draws() -> None:
+def test_new_adapter_keeps_the_features_of_backbone() -> None:
     method = adapter()
     begun(method)
     assert torch.equal(answers(method), method.heads["one"](vit()(images())))
 
 
-def test_the_backbone_is_not_touched_and_the_answers_are_the_adapters() -> None:
+def test_training_changes_answers_but_not_the_backbone() -> None:
     method = adapter()
     trained(method)
     assert compute_digest(method.backbone) == method.backbone_digest == compute_digest(vit())
@@ -47,7 +46,7 @@ def test_the_backbone_is_not_touched_and_the_answers_are_the_adapters() -> None:
     )
 
 
-def test_answers_stay_when_another_task_is_trained_beside() -> None:
+def test_training_another_task_keeps_earlier_answers() -> None:
     method = adapter()
     state, before = trained(method), answers(method)
     method.load_task(TaskState.from_bytes(state.to_bytes()))
@@ -68,8 +67,8 @@ def test_a_base_task_is_served_by_the_backbone() -> None:
 
 
 @pytest.mark.parametrize("width", [24, 48])
-def test_the_stored_size_is_the_formula(width: int) -> None:
-    """Two adapters per block: 2 L (2 d m + d + m) floats, at the size of a real ViT."""
+def test_stored_size_matches_formula(width: int) -> None:
+    """Two adapters per block have 2 L (2 d m + d + m) floats. The ViT has a realistic size."""
     torch.manual_seed(0)
     method = Adapter(build(BackboneSettings()), AdapterSettings(width=width), seed=1)
     begun(method, TWO)
@@ -84,7 +83,7 @@ def test_the_stored_size_is_the_formula(width: int) -> None:
 
 
 def six_tasks_bytes(width: int, bottleneck: int) -> int:
-    """What the six tasks of MEAT's Table 1 store: adapters in 12 blocks, and heads."""
+    """Return the bytes of the six tasks of MEAT's Table 1: adapters in 12 blocks, and heads."""
     classes = (200, 196, 100, 195, 250, 100)
     adapters = 2 * 12 * (2 * width * bottleneck + width + bottleneck)
     return 4 * sum(adapters + c * (width + 1) for c in classes)
@@ -93,9 +92,11 @@ def six_tasks_bytes(width: int, bottleneck: int) -> int:
 @pytest.mark.parametrize(
     ("width", "classifier_mb", "total_mb"), [(192, 23, 29.2), (384, 86, 98.5), (256, 27, 35.3)]
 )
-def test_the_totals_of_six_tasks(width: int, classifier_mb: int, total_mb: float) -> None:
-    """The column Adaptor-B as it was inferred for 24 units: on top of the table's rounded sizes of
-    DeiT-Ti, DeiT-S and T2T-ViT-12."""
+def test_six_task_totals_match_published_totals_with_24_units(
+    width: int, classifier_mb: int, total_mb: float
+) -> None:
+    """Totals for the column Adaptor-B as inferred for 24 units: the table's rounded sizes of
+    DeiT-Ti, DeiT-S and T2T-ViT-12, plus the six tasks."""
     assert classifier_mb + six_tasks_bytes(width, AdapterSettings().width) / 1e6 == pytest.approx(
         total_mb, abs=0.06
     )
@@ -105,12 +106,10 @@ def test_the_totals_of_six_tasks(width: int, classifier_mb: int, total_mb: float
     ("width", "parameters", "table"),
     [(192, 5_717_416, 29), (384, 22_050_664, 99), (256, 6_886_000, 36)],
 )
-def test_the_totals_of_the_table_itself_are_those_of_32_units(
-    width: int, parameters: int, table: int
-) -> None:
-    """Those sizes have the heads in them already, so the totals above count heads twice. Counted
-    once, from the parameters of the backbones with their ImageNet heads and in units of 2^20 bytes
-    as for the table's other columns, 32 units give the table."""
+def test_published_table_totals_match_32_units(width: int, parameters: int, table: int) -> None:
+    """The table's backbone sizes already include the heads, so the totals above count heads twice.
+    If they are counted once, 32 units give the table. The size of a backbone is then computed from
+    its parameters with the ImageNet head, in units of 2^20 bytes as in the other columns."""
     assert round((4 * parameters + six_tasks_bytes(width, 32)) / 2**20) == table
     assert round((4 * parameters + six_tasks_bytes(width, 24)) / 2**20) < table
 
@@ -120,8 +119,11 @@ KINDS = ("houlsby", "pfeiffer", "adaptformer")
 
 
 def by_hand(model: Any, t: dict[str, Tensor], kind: str) -> Tensor:
-    """The blocks written out. Behind the FFN before the residual add, or beside it, fed with the
-    residual stream and not with its norm."""
+    """Compute the features block by block.
+
+    The adapter of `pfeiffer` follows the FFN, before the residual add. That of `adaptformer` is
+    parallel to the FFN, and its input is the residual stream without the norm.
+    """
     x = model.norm_pre(model._pos_embed(model.patch_embed(images())))
     for i, block in enumerate(model.blocks):
         x = x + block.attn(block.norm1(x))
@@ -147,7 +149,7 @@ def spread(method: Adapter) -> Adapter:
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_each_kind_sits_where_its_paper_has_it(kind: str) -> None:
+def test_each_adapter_kind_is_placed_as_in_its_paper(kind: str) -> None:
     method = adapter(kind=kind, width=6)
     begun(method)
     served = answers(spread(method))
@@ -161,9 +163,9 @@ def test_each_kind_sits_where_its_paper_has_it(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_starts_as_the_backbone_and_all_its_weights_learn(kind: str) -> None:
-    """The trap of both projections at zero: neither would ever get a gradient, and the last bias
-    alone would be trained."""
+def test_every_adapter_kind_starts_neutral_and_trains_all_weights(kind: str) -> None:
+    """If both projections started at zero, neither would get a gradient, and only the last bias
+    would be trained."""
     method = adapter(kind=kind)
     groups = begun(method)
     assert torch.equal(answers(method), method.heads["one"](vit()(images())))
@@ -175,13 +177,13 @@ def test_every_kind_starts_as_the_backbone_and_all_its_weights_learn(kind: str) 
         method, torch.optim.SGD([g | {"weight_decay": 0.0} for g in groups], lr=0.1), ONE, steps=3
     )
     for name, t in method.adapters.tensors().items():
-        assert (t != start[name]).flatten(1).any(1).all(), f"{name} of every adapter"
+        assert (t != start[name]).flatten(1).any(1).all(), f"{name} of every adapter must change"
 
 
 @pytest.mark.parametrize(("kind", "each"), [("houlsby", 2), ("pfeiffer", 1), ("adaptformer", 1)])
-def test_the_size_of_each_kind_is_the_formula(kind: str, each: int) -> None:
-    """2 d m + d + m for each adapter: 12 * 99,136 = 1.19 M for one of 64 units in each block of a
-    ViT-B."""
+def test_size_of_each_adapter_kind_matches_formula(kind: str, each: int) -> None:
+    """Each adapter has 2 d m + d + m floats. With 64 units, the 12 blocks of a ViT-B have
+    12 * 99,136 = 1.19 M."""
     assert 12 * (2 * 768 * 64 + 768 + 64) == 12 * 99_136
     method = adapter(kind=kind, width=7)
     begun(method)
@@ -198,8 +200,8 @@ def test_the_size_of_each_kind_is_the_formula(kind: str, each: int) -> None:
     assert share - 1 == pytest.approx((plain.flops_share(plain.finish()[0]) - 1) * each / 2)
 
 
-def test_houlsby_says_nothing_new_about_itself() -> None:
-    """The settings that came later are in no key of it, and its state has the bytes that it had."""
+def test_later_settings_leave_houlsby_keys_and_state_unchanged() -> None:
+    """Settings that were added later change neither its keys nor its stored state."""
     assert key_inputs(AdapterSettings()) == {"width": 24}
     assert key_inputs(AdapterSettings(kind="adaptformer", dropout=0.1)) == {
         "width": 24,
@@ -223,7 +225,7 @@ def test_adapters_of_another_kind_are_refused(kind: str, other: str) -> None:
 
 
 def test_dropout_is_drawn_for_each_sample_and_only_while_training() -> None:
-    """A sample meets the same whatever rank holds it; kept units grow by what is dropped."""
+    """The dropout of a sample does not depend on its rank. Kept units are scaled by 1 / (1 - p)."""
     method = adapter(kind="adaptformer", dropout=0.25)
     begun(method)
     spread(method)
@@ -249,16 +251,18 @@ def test_dropout_is_drawn_for_each_sample_and_only_while_training() -> None:
     )
     assert torch.equal(answers(method), served)
     with torch.no_grad(), method.sites.using(method.adapters.tensors()):
-        assert torch.equal(method.heads["one"](method.backbone(images())), served), "served without"
+        assert torch.equal(method.heads["one"](method.backbone(images())), served), (
+            "serving must not use dropout"
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_backbone_that_has_no_such_place_is_refused_before_anything_runs(kind: str) -> None:
+def test_backbone_without_adapter_position_is_refused(kind: str) -> None:
     with pytest.raises(UserError, match=r"has no module .* which the adapters need"):
         Adapter.check_backbone(AdapterSettings(kind=kind), vit(block_fn=ParallelThingsBlock))
 
 
-def test_a_norm_behind_the_ffn_is_no_place_for_adaptformer() -> None:
+def test_adaptformer_refuses_backbone_with_post_norm() -> None:
     Adapter.check_backbone(AdapterSettings(kind="pfeiffer"), vit(block_fn=ResPostBlock))
     with pytest.raises(UserError, match="norms behind attention and FFN"):
         Adapter.check_backbone(AdapterSettings(kind="adaptformer"), vit(block_fn=ResPostBlock))
@@ -273,12 +277,12 @@ def test_adapters_of_another_width_are_refused() -> None:
         adapter().load_task(state)
 
 
-def test_the_work_per_image_counts_the_adapters() -> None:
+def test_flops_share_includes_the_adapters() -> None:
     method = adapter()
     share = method.flops_share(trained(method, steps=1))
     tokens, width, hidden = 5, 32, 24
     added = 2 * 2 * tokens * 2 * width * hidden
     block = tokens * (12 * width * width + 2 * tokens * width)
-    # its class token alone is read
+    # of the last block, only the class token is read
     last = 2 * width * width * (1 + tokens) + 2 * tokens * width + 8 * width * width
     assert share == pytest.approx(1 + added / (4 * 3 * 64 * width + block + last))

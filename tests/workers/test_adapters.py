@@ -1,5 +1,4 @@
-"""Adapters as a mechanism: where they sit, that they come and go exactly, and that a copy of the
-backbone has none."""
+"""Tests of adapters: position, exact activation and removal, and copies of the backbone."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ IMAGES = method_steps.images(3)
 
 
 def by_hand(model: Any, tensors: dict[str, Tensor]) -> Tensor:
-    """The blocks written out, an adapter behind attention and one behind the FFN, both before the
-    residual add."""
+    """Return the features of the blocks written out, with adapters after attention and after the
+    FFN. Both come before the residual add."""
 
     def adapt(x: Tensor, site: int) -> Tensor:
         hidden = F.gelu(x @ tensors["down"][site].T + tensors["down_bias"][site])
@@ -56,7 +55,7 @@ def by_hand(model: Any, tensors: dict[str, Tensor]) -> Tensor:
     return pooled
 
 
-def test_an_adapter_sits_behind_attention_and_behind_the_ffn_inside_the_residual_branch() -> None:
+def test_adapters_follow_attention_and_ffn_inside_residual_branch() -> None:
     model, tensors = vit(), stacked(1)
     expected = by_hand(vit(), tensors)
     with AdapterSites(model, houlsby).using(tensors):
@@ -64,19 +63,19 @@ def test_an_adapter_sits_behind_attention_and_behind_the_ffn_inside_the_residual
     assert not torch.allclose(model(IMAGES), expected, atol=1e-2)
 
 
-def test_one_position_gives_half_the_sites() -> None:
+def test_adapting_only_the_ffn_gives_half_the_sites() -> None:
     model, tensors = vit(), stacked(1)
     sites = AdapterSites(model, houlsby, ("mlp",))
     every_other = {name: t[1::2] for name, t in tensors.items()}
     without = {
         name: t * (torch.arange(4) % 2).view(-1, *[1] * (t.ndim - 1)) for name, t in tensors.items()
-    }  # none behind attention
+    }  # no adapters after attention
     assert len(sites) == 2
     with sites.using(every_other):
         assert torch.allclose(model(IMAGES), by_hand(vit(), without), atol=1e-5)
 
 
-def test_outside_the_backbone_is_the_plain_one_also_after_an_error() -> None:
+def test_backbone_is_unchanged_outside_using_even_after_error() -> None:
     model = vit()
     plain, digest = model(IMAGES), compute_digest(model)
     sites = AdapterSites(model, houlsby)
@@ -85,11 +84,11 @@ def test_outside_the_backbone_is_the_plain_one_also_after_an_error() -> None:
         raise ZeroDivisionError
     assert torch.equal(model(IMAGES), plain)
     with sites.using({}):
-        assert torch.equal(model(IMAGES), plain), "no tensors, no adapters"
+        assert torch.equal(model(IMAGES), plain), "without tensors there are no adapters"
     assert compute_digest(model) == digest
 
 
-def test_turning_from_task_to_task_is_exact() -> None:
+def test_switching_adapters_between_tasks_is_bit_exact() -> None:
     model, tasks = vit(), [stacked(1), stacked(2)]
     sites = AdapterSites(model, houlsby)
     outputs: list[list[Tensor]] = [[], []]
@@ -103,7 +102,7 @@ def test_turning_from_task_to_task_is_exact() -> None:
     assert not torch.equal(outputs[0][0], outputs[1][0])
 
 
-def test_a_copy_of_the_backbone_has_no_adapters_of_the_original() -> None:
+def test_copied_backbone_does_not_inherit_active_adapters() -> None:
     model = vit()
     plain, sites = model(IMAGES), AdapterSites(model, houlsby)
     with sites.using(stacked(1)):
@@ -119,8 +118,8 @@ def test_a_copy_of_the_backbone_has_no_adapters_of_the_original() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_backbone_turns_too() -> None:
-    """It does not look at which hooks there are, only at what those it has found read."""
+def test_compiled_backbone_switches_adapters() -> None:
+    """Compiled code does not check which hooks exist, only the values that its known hooks read."""
     model, tasks = vit(depth=1), {0: {}, 1: stacked(1, 2), 2: stacked(2, 2)}
     sites = AdapterSites(model, houlsby)
 
@@ -139,8 +138,8 @@ def test_a_compiled_backbone_turns_too() -> None:
 @pytest.mark.parametrize(
     "sites", [(houlsby, HOULSBY, None), (parallel, ("",), "norm2")], ids=["behind", "beside"]
 )
-def test_compiled_blocks_of_a_plain_backbone_do_not_serve_one_with_adapters(sites: Any) -> None:
-    """A warm worker runs stage after stage in one process, and blocks are alike but for their
+def test_compiled_plain_blocks_are_not_reused_with_adapters(sites: Any) -> None:
+    """A warm worker runs several stages in one process, and their blocks differ only in their
     hooks."""
     plain, model = vit(), vit()
     expected = plain(IMAGES)
@@ -158,7 +157,7 @@ def test_compiled_blocks_of_a_plain_backbone_do_not_serve_one_with_adapters(site
 
 
 def test_adapters_start_as_the_identity_and_both_projections_learn() -> None:
-    """Were both projections zero, neither would ever get a gradient."""
+    """If both projections were zero, neither would ever get a gradient."""
     model, adapters = vit(), Bottlenecks(4, 32, 6)
     plain, sites, start = (
         model(IMAGES),
@@ -174,7 +173,7 @@ def test_adapters_start_as_the_identity_and_both_projections_learn() -> None:
         features.square().sum().backward()
         optimizer.step()
     for name, tensor in adapters.tensors().items():
-        assert (tensor != start[name]).flatten(1).any(1).all(), f"{name} of every site"
+        assert (tensor != start[name]).flatten(1).any(1).all(), f"{name} must change at every site"
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -185,7 +184,7 @@ def test_blocks_without_one_attention_and_one_ffn_are_refused() -> None:
         AdapterSites(vit(block_fn=ParallelThingsBlock), houlsby)
 
 
-def test_casting_a_stack_for_autocast_has_the_bits_of_autocast() -> None:
+def test_cast_for_autocast_equals_autocast_bit_for_bit() -> None:
     def results(forms: Any) -> tuple[Tensor, ...]:
         stack = stacked(3, sites=2)
         leaves = [t.requires_grad_() for t in stack.values()]

@@ -1,5 +1,4 @@
-"""A-GEM and GEM: the worked values of the reference, the quadratic programme, and one step of every
-method that combines gradients on any number of ranks."""
+"""Tests of A-GEM and GEM: worked values, quadratic program, and steps on any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ from workers.rng import StepRng
 
 COMBINING = sorted(name for name, cls in METHODS.items() if issubclass(cls, CombinesGradients))
 JOB: Any = SimpleNamespace(train=TrainSettings(lr=1.0))
-# The worked values of the reference (section 7).
+# Worked values of the reference (section 7).
 GRADIENT = torch.tensor([1.0, -2.0, 3.0]).double()
 REFERENCES = torch.tensor([[-1, 1, 0.5], [0.5, 1, -1]]).double()
 OTHER = torch.tensor([[-1, 1, 0.5], [2, 1, 0]]).double()
 
 
 # ---- A-GEM ---------------------------------------------------------------------------------------
-def test_agem_projects_as_the_worked_value() -> None:
+def test_agem_projection_matches_worked_example() -> None:
     reference = REFERENCES[0]
     assert float(GRADIENT @ reference) == -1.5
     projected = agem.project_gradient(GRADIENT, reference)
@@ -36,10 +35,14 @@ def test_agem_projects_as_the_worked_value() -> None:
     assert abs(float(projected @ reference)) < 1e-12
     assert projected.norm() <= GRADIENT.norm()
     assert torch.allclose(agem.project_gradient(projected, reference), projected, atol=1e-12), (
-        "idempotent"
+        "the projection must be idempotent"
     )
-    assert torch.equal(agem.project_gradient(GRADIENT, -reference), GRADIENT), "nothing opposes it"
-    assert torch.equal(agem.project_gradient(GRADIENT, 0 * reference), GRADIENT), "no reference"
+    assert torch.equal(agem.project_gradient(GRADIENT, -reference), GRADIENT), (
+        "there is no conflict"
+    )
+    assert torch.equal(agem.project_gradient(GRADIENT, 0 * reference), GRADIENT), (
+        "a zero reference has no effect"
+    )
 
 
 # ---- GEM -----------------------------------------------------------------------------------------
@@ -53,7 +56,7 @@ def test_agem_projects_as_the_worked_value() -> None:
         (OTHER, 0.5, 1e-3, [0.888494, 0.5], [1.111506, -0.611506, 3.444247]),
     ],
 )
-def test_gem_projects_as_the_worked_value(
+def test_gem_projection_matches_worked_examples(
     references: Tensor, gamma: float, eps: float, weights: list[float], projected: list[float]
 ) -> None:
     found = gem.solve_dual(references @ references.T, references @ GRADIENT, gamma, eps)
@@ -65,7 +68,7 @@ def test_gem_projects_as_the_worked_value(
     assert (references @ step > -2e-3 * scale).all()
 
 
-def test_gem_keeps_a_gradient_that_nothing_opposes() -> None:
+def test_gem_keeps_gradient_without_conflict() -> None:
     assert torch.equal(gem.project(GRADIENT, -REFERENCES, 0.5, 1e-3), GRADIENT)
     assert torch.equal(gem.project(GRADIENT, 0 * REFERENCES, 0.5, 1e-3), GRADIENT)
 
@@ -78,9 +81,9 @@ def test_gem_of_one_task_without_gamma_is_agem() -> None:
 
 
 @pytest.mark.parametrize("rank", [3, 50])
-def test_the_programme_fulfils_its_conditions(rank: int) -> None:
-    """Karush, Kuhn and Tucker: feasible, no descent, and each variable at its bound or stationary.
-    With rank 3 the matrix has only `eps` to be definite."""
+def test_gem_dual_solution_satisfies_kkt_conditions(rank: int) -> None:
+    """Check the KKT conditions: feasible, no descent direction, and each variable at its bound or
+    stationary. With rank 3, large matrices are positive definite only because of `eps`."""
     for seed in range(60):
         draw = torch.Generator().manual_seed(seed)
         size = 1 + seed % 30
@@ -97,7 +100,7 @@ def test_the_programme_fulfils_its_conditions(rank: int) -> None:
 
 # ---- a step --------------------------------------------------------------------------------------
 def part(positions: Tensor, task_indices: Tensor, seed: int) -> Batch:
-    """Return these positions of a global batch of two classes per task."""
+    """Return the given positions of a global batch with two classes per task."""
     size = len(task_indices)
     draw = torch.Generator().manual_seed(seed)
     images = torch.randn(size, 3, 16, 16, generator=draw)[positions]
@@ -116,18 +119,18 @@ def part(positions: Tensor, task_indices: Tensor, seed: int) -> Batch:
 
 
 def step(name: str, parts: int, scenario: str) -> list[Tensor]:
-    """Return the gradients of a step of the third task, with so many micro-batches."""
+    """Return the gradients of a step of the third task with `parts` micro-batches."""
     method = begun(name, A, B, C)
     method.scenario = scenario
     moved(method)
     batches = []
     for first in range(parts):
         own = part(torch.arange(8)[first::parts], torch.full((8,), 2), 1)
-        replayed = torch.arange(7) % 2  # of tasks a and b
+        replayed = torch.arange(7) % 2  # indices of tasks a and b
         positions = torch.arange(7)[first::parts]
         if len(positions):
             own.replay = part(positions, replayed, 2)
-        else:  # a stand-in, as the feed gives it
+        else:  # a stand-in, like that of the feed
             own.replay = part(torch.zeros(1, dtype=torch.long), replayed, 2)
             own.replay.weight = 0.0
         batches.append(own)
@@ -142,8 +145,8 @@ def step(name: str, parts: int, scenario: str) -> list[Tensor]:
 @pytest.mark.parametrize("scenario", ["class", "task"])
 @pytest.mark.parametrize("name", COMBINING)
 def test_a_step_does_not_depend_on_ranks_or_micro_batches(name: str, scenario: str) -> None:
-    """Sums over ranks are sums over micro-batches. Of eight parts the last has no replayed sample;
-    of four, some have none of a task."""
+    """Micro-batches stand for ranks, because both are summed. Of eight parts, the last has no
+    replayed sample. Of four parts, some have no sample of one task."""
     whole = step(name, 1, scenario)
     for parts in (2, 4, 8):
         for found, expected in zip(step(name, parts, scenario), whole, strict=True):
@@ -168,8 +171,10 @@ def opposed(name: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("name", "parts"), [("agem", 1), ("gem", 2)])
-def test_a_step_opposes_no_replayed_gradient(name: str, parts: int) -> None:
+def test_step_direction_opposes_no_replayed_gradient(name: str, parts: int) -> None:
     direction, replayed = opposed(name)
     assert len(replayed) == parts
     largest = replayed.square().sum(1).max()
-    assert (replayed @ direction >= -1e-2 * largest).all(), "eps times weights of up to 10"
+    assert (replayed @ direction >= -1e-2 * largest).all(), (
+        "the tolerance is eps times weights up to 10"
+    )

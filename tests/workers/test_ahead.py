@@ -1,4 +1,4 @@
-"""What is made ahead comes in its order, as it is, and leaves no thread."""
+"""Tests of `make_ahead`: the order of results, errors, and the end of its threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workers.data.ahead import make_ahead
 
 
 def nothing() -> None:
-    """What `stop` does where no job waits."""
+    """Do nothing: the argument `stop` if no job waits."""
 
 
 def numbers(count: int, begun: list[int] | None = None) -> Iterator[Callable[[], int]]:
@@ -32,8 +32,8 @@ def test_results_come_in_the_order_of_the_jobs(num_threads: int) -> None:
     assert list(make_ahead(numbers(0), nothing, num_threads, 3)) == []
 
 
-def test_a_job_that_takes_long_holds_up_no_other_thread() -> None:
-    """Two are done at once: the first waits for the second."""
+def test_slow_job_does_not_block_other_threads() -> None:
+    """Two jobs run at the same time, and the first waits for the second."""
     second_is_done = threading.Event()
 
     def jobs() -> Iterator[Callable[[], Any]]:
@@ -43,7 +43,7 @@ def test_a_job_that_takes_long_holds_up_no_other_thread() -> None:
     assert list(make_ahead(jobs(), nothing, 2, 2)) == [True, None]
 
 
-def test_no_more_is_begun_ahead_than_was_asked_for() -> None:
+def test_number_of_jobs_begun_ahead_is_limited() -> None:
     begun: list[int] = []
     results = make_ahead(numbers(50, begun), nothing, 2, 3)
     for number in range(4):
@@ -54,7 +54,7 @@ def test_no_more_is_begun_ahead_than_was_asked_for() -> None:
 
 
 class OurError(Exception):
-    """Told from all others."""
+    """An error that only these tests raise."""
 
 
 def fail() -> int:
@@ -62,7 +62,7 @@ def fail() -> int:
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_an_error_is_raised_as_it_is_in_the_place_of_its_result(num_threads: int) -> None:
+def test_job_error_is_raised_in_place_of_its_result(num_threads: int) -> None:
     def jobs() -> Iterator[Callable[[], int]]:
         yield from numbers(2)
         yield fail
@@ -76,7 +76,7 @@ def test_an_error_is_raised_as_it_is_in_the_place_of_its_result(num_threads: int
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_an_error_of_the_jobs_themselves_is_raised_after_those_before_it(num_threads: int) -> None:
+def test_iterator_error_is_raised_after_earlier_results(num_threads: int) -> None:
     def jobs() -> Iterator[Callable[[], int]]:
         yield from numbers(2)
         raise OurError("no third job")
@@ -87,7 +87,7 @@ def test_an_error_of_the_jobs_themselves_is_raised_after_those_before_it(num_thr
         next(results)
 
 
-def test_what_is_dropped_ends_the_wait_of_its_jobs_and_leaves_no_thread() -> None:
+def test_dropped_generator_stops_its_jobs_and_threads() -> None:
     is_stopped = threading.Event()
 
     def jobs() -> Iterator[Callable[[], Any]]:
@@ -106,8 +106,8 @@ def preparing_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("batches-")]
 
 
-def test_a_process_ends_while_its_threads_make_results() -> None:
-    """The traceback of an error can keep the generator until the interpreter ends."""
+def test_process_can_exit_while_threads_make_results() -> None:
+    """The traceback of an error can keep the generator alive until the interpreter ends."""
     program = """
         import sys, time
         from workers.data.ahead import make_ahead

@@ -1,4 +1,4 @@
-"""Penalties on all weights as one vector: the bits of the plain expression."""
+"""Tests of penalties on all weights as one vector: the gradients equal the plain expression's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_penalty_has_the_gradient_of_the_plain_expression(seed: int) -> None:
     plain = factor * total
     value = anchored.penalty(factor, offset)
     assert torch.allclose(value, plain, rtol=1e-6)
-    share = 0.75  # of a micro-batch
+    share = 0.75  # weight of a micro-batch
     expected = torch.autograd.grad(plain * share, [*weights.values()])
     actual = torch.autograd.grad(value * share, [*weights.values()])
     assert all(map(torch.equal, actual, expected))

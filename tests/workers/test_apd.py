@@ -1,5 +1,4 @@
-"""APD: weights from a shared and an own part, earlier tasks that follow or hold, zeros that are
-stored as nothing."""
+"""Tests of APD: shared and task-specific weights, anchored earlier tasks, and sparse storage."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def apd(**settings: Any) -> Apd:
 
 
 def find_anchor(method: Apd, site: str) -> tuple[Tensor, Tensor]:
-    """The penalty on earlier tasks at a site, and its gradient."""
+    """Return the penalty on earlier tasks at a site, and its gradient."""
     group = next(group for group in method.groups if site in group.sites)
     values, gradients = method.anchor(group)
     assert gradients is not None
@@ -69,8 +68,10 @@ def batch(step: int = 0, rows: range = range(8), size: int = 8, classes: int = 2
 def begun(
     tasks: int = 1, before: tuple[list[TaskState], Carried] | None = None, **settings: Any
 ) -> Apd:
-    """At the first step of the last of `tasks` tasks; before: what the earlier ones left, else they
-    are trained."""
+    """Return the method at the first step of the last of `tasks` tasks.
+
+    before: task states and carried state of the earlier tasks; None: train them.
+    """
     method = apd(**settings)
     states: list[TaskState] = []
     carried: Carried | None = None
@@ -86,7 +87,7 @@ def begun(
 
 
 def trained(method: Apd, steps: int = 12, optimizer: str = "adamw", freeze: str = "") -> Apd:
-    """`freeze`: the name of a parameter group that stays."""
+    """Train the task, and return the method. freeze: a parameter group that is not trained."""
     groups = [g for g in groups_of(method) if g["name"] != freeze]
     method_steps.train(
         method, OPTIMIZERS[optimizer](groups), lambda progress: batch(progress.step), steps
@@ -107,7 +108,7 @@ def groups_of(method: Apd) -> list[dict[str, Any]]:
 
 
 def left_by(tasks: int, **settings: Any) -> tuple[list[TaskState], Carried]:
-    """The states of a stream's first tasks, and what the last of them carries on."""
+    """Return the states of a stream's first tasks, and the carried state of the last one."""
     return _left_by(tasks, tuple(settings.items()))
 
 
@@ -124,7 +125,7 @@ def served(states: list[TaskState], carried: Carried, **settings: Any) -> Apd:
 
 
 def theta(method: Apd, task: int) -> dict[str, Tensor]:
-    """What a task is served with in the sites."""
+    """Return the serving weights of a task at each site."""
     with torch.no_grad():
         weights = method.serving_weights(TASKS[task].name)
     return {site: weights[f"{site}.weight"] for site in method.sites}
@@ -135,7 +136,7 @@ def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def moved(method: Apd) -> float:
-    """How far training the second task takes the first one's weights as they are stored."""
+    """Return how far training the second task moves the stored weights of the first."""
     before, (state, carried) = theta(served(*left_by(1)), 0), method.finish()
     return furthest(before, theta(served([*left_by(1)[0], state], carried), 0))
 
@@ -146,7 +147,7 @@ def first() -> tuple[list[TaskState], Carried]:
 
 
 # ---- the weights ---------------------------------------------------------------------------------
-def test_weights_and_their_gradients_are_those_of_the_composed_operations() -> None:
+def test_fused_weights_and_gradients_match_composed_operations() -> None:
     torch.manual_seed(0)
     shapes = ((2, 3, 4), (2, 3), (2, 3, 4))
     stacks = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
@@ -170,7 +171,7 @@ def test_weights_and_their_gradients_are_those_of_the_composed_operations() -> N
         assert torch.allclose(got, want)
 
 
-def test_wide_open_scales_and_no_tau_give_sigma_itself() -> None:
+def test_full_scales_and_zero_tau_give_sigma() -> None:
     method = begun()
     with torch.no_grad():
         for v in method.own_v.values():
@@ -194,7 +195,7 @@ def test_apd_masks_linear_layers_of_blocks() -> None:
     }
 
 
-def test_a_first_task_starts_from_the_backbone_wherever_v_starts() -> None:
+def test_first_task_starts_at_backbone_weights_for_any_v() -> None:
     for start in (4.0, -1.0):
         assert furthest(theta(begun(v_start=start).eval(), 0), begun().sites) < 1e-6
 
@@ -223,11 +224,10 @@ def test_sigma_decays_at_the_first_task_only(first: Any) -> None:
     ]
 
 
-# ---- what holds earlier tasks --------------------------------------------------------------------
-def test_at_the_start_of_a_task_nothing_pulls_at_earlier_ones(first: Any) -> None:
-    """The residual theta_i* - (sigma .* M_i + tau_i) is exactly 0: so is the term, as long as tau_i
-    does not move, and its gradient; and where tau_i may move, so is the gradient of whatever is
-    zero in tau_i."""
+# ---- the anchor of earlier tasks -----------------------------------------------------------------
+def test_anchor_gradient_initially_vanishes_for_frozen_or_zero_tau(first: Any) -> None:
+    """The residual theta_i* - (sigma .* M_i + tau_i) is exactly 0. With a frozen tau_i, the term
+    and its gradient are therefore 0. If tau_i may move, the gradient is 0 wherever tau_i is 0."""
     method = begun(2, first, retro="frozen_tau")
     for site in method.sites:
         value, gradient = find_anchor(method, site)
@@ -239,7 +239,7 @@ def test_at_the_start_of_a_task_nothing_pulls_at_earlier_ones(first: Any) -> Non
         tau = method.before["one"][site]
         assert tau.any()
         assert torch.equal(gradient != 0, tau != 0)
-        # what shrinking tau saves
+        # the L1 price of tau, less the saving from shrinking tau
         price = (
             method.settings.lambda1 * tau.abs().sum()
             - tau.count_nonzero() * method.settings.lambda1**2 / 200
@@ -248,8 +248,8 @@ def test_at_the_start_of_a_task_nothing_pulls_at_earlier_ones(first: Any) -> Non
 
 
 @pytest.mark.parametrize("limit", [4e-6, 1e-2])
-def test_earlier_tau_are_at_the_minimum_of_the_objective_for_every_sigma(limit: float) -> None:
-    """Value and gradient are Huber's, and no other tau gives less."""
+def test_earlier_tau_minimise_the_objective_for_any_sigma(limit: float) -> None:
+    """The value and gradient are those of the Huber loss, and no other tau is better."""
     lambda1 = 4e-4
     method = begun(
         2, left_by(1, v_start=0.0), lambda1=lambda1, lambda2=lambda1 / limit, zeros="proximal"
@@ -286,7 +286,7 @@ def test_earlier_tau_are_at_the_minimum_of_the_objective_for_every_sigma(limit: 
             assert bool((objective(best + sign * step, sigma) >= least - 1e-9).all())
 
 
-def test_the_anchor_of_tau_that_stay_is_quadratic_in_how_far_sigma_is() -> None:
+def test_anchor_is_quadratic_in_sigma_shift_for_frozen_tau() -> None:
     states, carried = left_by(2, retro="frozen_tau", v_start=0.0)
     method = begun(3, (states, carried), retro="frozen_tau", lambda2=3.0)
     with torch.no_grad():
@@ -306,8 +306,8 @@ def test_the_anchor_of_tau_that_stay_is_quadratic_in_how_far_sigma_is() -> None:
 def test_earlier_weights_move_within_the_bound_under_any_optimizer(
     first: Any, optimizer: Any, zeros: str, bound: Any
 ) -> None:
-    """Sigma moves by far more: tau_i takes it up, to lambda1 / lambda2, or lambda1 more where an
-    entry is cut."""
+    """Sigma moves much further. tau_i compensates for this up to lambda1 / lambda2, plus lambda1 if
+    an entry is cut."""
     before = theta(served(*first), 0)
     method = trained(begun(2, first, zeros=zeros, lambda2=10.0), optimizer=optimizer)
     state, carried = method.finish()
@@ -317,7 +317,7 @@ def test_earlier_weights_move_within_the_bound_under_any_optimizer(
     )
 
 
-def test_with_a_huge_lambda2_or_a_frozen_sigma_earlier_weights_stay(first: Any) -> None:
+def test_earlier_weights_stay_with_huge_lambda2_or_frozen_sigma(first: Any) -> None:
     before = theta(served(*first), 0)
     ways: list[tuple[str, dict[str, Any], float]] = [
         ("", {"zeros": "proximal", "lambda2": 1e9}, 1e-7),
@@ -329,7 +329,7 @@ def test_with_a_huge_lambda2_or_a_frozen_sigma_earlier_weights_stay(first: Any) 
         assert furthest(before, theta(served([*first[0], state], carried), 0)) <= bound, settings
 
 
-def test_the_larger_lambda2_the_less_sigma_moves_while_tau_stay(first: Any) -> None:
+def test_larger_lambda2_moves_earlier_weights_less_with_frozen_tau(first: Any) -> None:
     ways = [
         moved(trained(begun(2, first, retro="frozen_tau", lambda2=weight), steps=30))
         for weight in (1e-6, 1.0, 1e2)
@@ -337,7 +337,7 @@ def test_the_larger_lambda2_the_less_sigma_moves_while_tau_stay(first: Any) -> N
     assert ways[0] > 2 * ways[1] > 2 * ways[2]
 
 
-def test_without_the_anchor_or_without_tau_that_follow_earlier_weights_drift(
+def test_earlier_weights_drift_without_anchor_or_following_tau(
     first: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = moved(trained(begun(2, first)))
@@ -357,7 +357,7 @@ def test_without_the_anchor_or_without_tau_that_follow_earlier_weights_drift(
     assert min(loose, stale) > 10 * held
 
 
-def test_an_earlier_task_is_served_with_the_tau_that_followed(first: Any) -> None:
+def test_earlier_task_is_served_with_its_updated_tau(first: Any) -> None:
     states, later = left_by(2)
     earlier = {n: t for n, t in first[1].tensors.items() if n.startswith("tau/one/")}
     stale = {n: t for n, t in later.tensors.items() if not n.startswith("tau/one/")} | earlier
@@ -368,7 +368,7 @@ def test_an_earlier_task_is_served_with_the_tau_that_followed(first: Any) -> Non
     assert later.meta["tasks"] == ["one", "two"]
 
 
-def test_the_penalty_counts_once_whatever_the_number_of_micro_batches(first: Any) -> None:
+def test_penalty_gradient_is_independent_of_micro_batches(first: Any) -> None:
     def gradients(*parts: range) -> dict[str, Tensor]:
         method = begun(2, first, lambda1=0.1)
         with torch.no_grad():
@@ -391,7 +391,7 @@ def test_the_terms_add_up_to_the_loss(first: Any) -> None:
     assert loss.item() == pytest.approx(sum(t.item() for t in terms.values()))
 
 
-def test_measures_are_those_of_what_is_stored(first: Any) -> None:
+def test_metrics_match_the_stored_tau_and_weights(first: Any) -> None:
     method = trained(begun(2, first))
     metrics, (state, carried) = method.metrics(), method.finish()
     now = served([*first[0], state], carried)
@@ -405,7 +405,7 @@ def test_measures_are_those_of_what_is_stored(first: Any) -> None:
 
 
 # ---- zeros ---------------------------------------------------------------------------------------
-def test_what_is_stored_has_no_entry_up_to_the_threshold(
+def test_stored_tau_has_no_entries_below_threshold(
     first: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = trained(begun(2, first))
@@ -424,7 +424,7 @@ def test_proximal_step_keeps_and_reaches_zeros() -> None:
     rows = tau.detach().flatten()
     rows[:6] = torch.tensor([0.0, 0.0, 0.0, 0.5, 0.5, -0.5])
     gradient = torch.zeros_like(rows)
-    # the price of tau is in it, where tau is not zero
+    # where tau is not zero, the gradient includes the L1 price
     gradient[:6] = torch.tensor([0.9, 1.5, -3.0, 4.0, 9.0, -1.0])
     for p in method.own_tau.values():
         p.grad = torch.zeros_like(p)
@@ -447,7 +447,7 @@ def test_proximal_training_stores_what_it_trains() -> None:
 
 
 @pytest.mark.parametrize("zeros", ["threshold", "proximal"])
-def test_tau_is_the_sparser_the_larger_lambda1(zeros: str) -> None:
+def test_larger_lambda1_makes_tau_sparser(zeros: str) -> None:
     shares = [
         trained(begun(zeros=zeros, lambda1=price), steps=20).metrics()["tau_zeros"]
         for price in (1e-6, 1e-5, 1e-4, 1e-3)
@@ -455,8 +455,8 @@ def test_tau_is_the_sparser_the_larger_lambda1(zeros: str) -> None:
     assert all(a < b for a, b in itertools.pairwise(shares)), shares
 
 
-def test_what_is_trained_is_what_is_served() -> None:
-    """Up to small entries of tau; with the copies that the task trained."""
+def test_served_logits_equal_logits_during_training() -> None:
+    """This includes the copies that the task trained. Small entries of tau may be cut."""
     for settings, tolerance in (
         ({"zeros": "proximal"}, 1e-6),
         ({"copies": False, "zeros": "proximal"}, 1e-6),
@@ -474,14 +474,14 @@ def test_what_is_trained_is_what_is_served() -> None:
         )
 
 
-def test_a_tau_that_never_left_zero_is_said(first: Any) -> None:
+def test_tau_that_stays_zero_causes_a_warning(first: Any) -> None:
     assert "its tau is zero everywhere" in trained(begun(lambda1=100.0), steps=2).warnings()[0]
     assert not trained(begun(2, first)).warnings()
 
 
-# ---- what is stored ------------------------------------------------------------------------------
+# ---- storage -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("share", [0.0, 0.03, 0.04, 1.0])
-def test_a_sparse_tensor_comes_back_from_the_smaller_of_two_forms(share: float) -> None:
+def test_sparse_tensor_uses_smaller_form_and_restores_exactly(share: float) -> None:
     torch.manual_seed(0)
     tensor = torch.randn(13, 10).masked_fill_(
         torch.arange(130).view(13, 10) >= round(share * 130), 0.0
@@ -524,7 +524,7 @@ def test_apd_task_size_counts_row_masks_and_sparse_tau() -> None:
         "tokens": 0,
         "head": 4 * 3 * (width + 1),
         "copies": 4 * (scales + norms + scales),
-    }  # a bias per output feature
+    }  # the last term: one bias per output feature
     assert size_of(carried, "tau/") == expected
     assert (
         size_of(carried, "sigma/")

@@ -1,5 +1,4 @@
-"""APD's consolidation: what similar tasks agree on is stored once, moves no weight far, and every
-method's promises hold after it."""
+"""Tests of APD's consolidation: clusters, shared values, changes of weights, and promises."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from workers.job import Task
 from workers.methods.apd import Apd, ApdSettings, Sparse, cluster, compute_mean_magnitude
 
 
-def test_every_kth_task_ends_with_a_consolidation() -> None:
+def test_every_kth_task_has_a_consolidation_step() -> None:
     def steps(every: int) -> list[list[str]]:
         return [
             [s.name for s in Apd.steps_for(ApdSettings(consolidate_every=every), position)]
@@ -52,13 +51,15 @@ def test_every_kth_task_ends_with_a_consolidation() -> None:
         ([[1.0], [2.0]], 5, [0, 1]),
     ],
 )
-def test_clusters_of_worked_points(points: Any, count: int, expected: Any) -> None:
+def test_clusters_equal_worked_examples(points: Any, count: int, expected: Any) -> None:
     assert cluster(torch.tensor(points).double(), count) == expected
 
 
 def consolidating(taus: list[Tensor], **settings: Any) -> Apd:
-    """After a consolidation of tasks whose tau at SITE begin with these values, and are zero
-    elsewhere."""
+    """Return the method after a consolidation of tasks.
+
+    taus: the first values of each task's tau at SITE. All other values of tau are zero.
+    """
     method: Apd = apd(**{"consolidate_every": len(taus), "gap": 0.1, "clusters": 1, **settings})
     method.sigma = {site: w.detach().clone() for site, w in method.sites.items()}
     for i, tau in enumerate(taus):
@@ -72,9 +73,10 @@ def consolidating(taus: list[Tensor], **settings: Any) -> Apd:
     return method
 
 
-def test_consolidation_by_hand() -> None:
-    """Entries: both near; one far; one task only; near but of both signs; equal; as far apart as
-    the gap; far. Their mean size is 0.5, so that a gap of 1/8 is 1/16."""
+def test_consolidation_equals_a_worked_example() -> None:
+    """The entries of both tasks are: near; far; in one task only; near, but with different signs;
+    equal; exactly one gap apart; far. Their mean size is 0.5, so that a gap of 1/8 is 1/16.
+    """
     one = torch.tensor([0.3125, 0.3125, 0.0625, -0.015625, 0.75, 0.5, 2.0])
     two = torch.tensor([0.34375, 0.625, 0.0, 0.03125, 0.75, 0.5625, 0.234375])
     assert float(compute_mean_magnitude(torch.stack([one, two]))) == 0.5
@@ -90,7 +92,7 @@ def test_consolidation_by_hand() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 64.0])
-def test_what_is_shared_does_not_depend_on_the_scale_of_tau(scale: float) -> None:
+def test_shared_entries_do_not_depend_on_the_scale_of_tau(scale: float) -> None:
     torch.manual_seed(0)
     taus = [torch.randn(40), torch.randn(40)]
     expected = consolidating(taus).restore_shared("one", SITE) != 0
@@ -99,7 +101,7 @@ def test_what_is_shared_does_not_depend_on_the_scale_of_tau(scale: float) -> Non
     assert torch.equal(is_shared, expected)
 
 
-def test_tasks_with_nothing_in_common_keep_what_they_have() -> None:
+def test_consolidation_of_unrelated_tasks_replaces_few_entries() -> None:
     """The released code's absolute gap of 1e-2 would replace nearly all of these entries."""
     torch.manual_seed(0)
     method = consolidating([1e-3 * torch.randn(400) for _ in range(2)], gap=ApdSettings().gap)
@@ -108,7 +110,7 @@ def test_tasks_with_nothing_in_common_keep_what_they_have() -> None:
     assert 0 < replaced < 0.1 * entries
 
 
-def test_a_consolidation_that_replaces_most_of_a_tau_is_warned_about() -> None:
+def test_warning_if_consolidation_replaces_most_of_a_tau() -> None:
     torch.manual_seed(0)
     tau = torch.randn(400)
     (sentence,) = consolidating([tau, tau + 1e-3], gap=0.1).warnings()
@@ -119,7 +121,7 @@ def test_a_consolidation_that_replaces_most_of_a_tau_is_warned_about() -> None:
     assert consolidating([torch.zeros(4), torch.zeros(4)]).warnings() == []
 
 
-def test_only_similar_tasks_share() -> None:
+def test_only_similar_tasks_share_values() -> None:
     near, far = torch.tensor([1.0, 1.0, 0.02]), torch.tensor([9.0, 9.0, 0.02])
     method = consolidating([near, far, near + 0.01], clusters=2)
     assert [*method.shared[SITE]] == [("one", "three")]
@@ -127,7 +129,7 @@ def test_only_similar_tasks_share() -> None:
 
 
 @pytest.mark.parametrize("gap", [0.05, 0.5, 20.0])
-def test_consolidation_moves_no_weight_by_more_than_half_the_gap_and_stores_less(
+def test_consolidation_bounds_weight_changes_and_reduces_stored_bytes(
     gap: float,
 ) -> None:
     settings = {"consolidate_every": 3, "clusters": 1, "gap": gap}
@@ -162,7 +164,7 @@ def test_consolidation_moves_no_weight_by_more_than_half_the_gap_and_stores_less
         for site in method.sites
     )
     for site in method.sites:
-        for task in before.tau:  # each entry is in one of the two
+        for task in before.tau:  # no entry is both shared and in tau
             assert not bool(
                 (
                     (method.restore_tau(task, site) != 0) & (method.restore_shared(task, site) != 0)
@@ -170,7 +172,7 @@ def test_consolidation_moves_no_weight_by_more_than_half_the_gap_and_stores_less
             )
 
 
-def test_a_second_consolidation_starts_from_what_tasks_have_in_all() -> None:
+def test_second_consolidation_starts_from_the_full_task_values() -> None:
     values = [torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1.0, 2.05, 3.0])]
     method = consolidating(values)
     full = [method.restore_tau(t, SITE) + method.restore_shared(t, SITE) for t in ("one", "two")]
@@ -182,9 +184,9 @@ def test_a_second_consolidation_starts_from_what_tasks_have_in_all() -> None:
         )
 
 
-def test_clusters_grow_with_every_consolidation() -> None:
+def test_number_of_clusters_grows_with_every_consolidation() -> None:
     far = [torch.tensor([float(v)]) for v in (0, 5, 50)]
-    # 0 and 5 are together, and share nothing
+    # 0 and 5 are in one cluster, but share nothing
     assert (
         len(
             {
@@ -228,7 +230,7 @@ def test_later_tasks_keep_shared_values_and_stay_within_the_bound() -> None:
     )
 
 
-def test_consolidation_keeps_state_of_training() -> None:
+def test_consolidation_keeps_the_trained_state() -> None:
     first = left_by(1)
     base = Task("zero", "card", "", ("x", "y"), role="base")
     alone = trained(begun(consolidate_every=2), steps=1)
@@ -257,7 +259,7 @@ def test_consolidation_keeps_state_of_training() -> None:
         "an_interrupted_stage_ends_as_if_it_had_not_been",
     ],
 )
-def test_promises_hold_where_every_task_ends_with_a_consolidation(
+def test_promises_hold_with_a_consolidation_after_every_task(
     lab: Any, monkeypatch: pytest.MonkeyPatch, promise: str
 ) -> None:
     monkeypatch.setitem(

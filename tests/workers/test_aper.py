@@ -1,5 +1,4 @@
-"""APER: the numbers of its equation, its variants, and its limits: it is SimpleCIL without an
-adaptation."""
+"""Tests of APER: its logits, its variants, and its equality to SimpleCIL without adaptation."""
 
 from __future__ import annotations
 
@@ -43,14 +42,14 @@ def learn(method: Any, task: Task, pixels: Tensor, labels: Tensor) -> None:
 
 
 def pixels_of(task: Task) -> tuple[Tensor, Tensor]:
-    """Return images and labels of a task, four a class."""
+    """Return images and labels of a task, four per class."""
     seed = torch.Generator().manual_seed(task.num_classes)
     labels = torch.arange(task.num_classes).repeat(4)
     return torch.randn(len(labels), 3, 16, 16, generator=seed), labels
 
 
 class Halves(nn.Module):
-    """A backbone whose features are the first half of its images' numbers."""
+    """A backbone that returns the first half of an image's numbers as features."""
 
     num_features = 2
 
@@ -63,7 +62,7 @@ class Halves(nn.Module):
 
 
 class SecondHalf(nn.Module):
-    """Adapted features: the second half of the images' numbers."""
+    """An adaptation that returns the second half of an image's numbers as features."""
 
     def forward(self, backbone: nn.Module, images: Tensor, drawn: dict[str, Tensor]) -> Tensor:
         return images[:, 2:]
@@ -72,8 +71,8 @@ class SecondHalf(nn.Module):
         return {}
 
 
-def test_the_logit_is_the_cosine_over_both_features() -> None:
-    """The second half is nearly ignored: its features are a fifth as long."""
+def test_logit_is_the_cosine_of_concatenated_features() -> None:
+    """The second half has little weight, because its features are a fifth as long."""
     method = Aper(Halves(), AperSettings(first_session="finetune"), 0)
     method.adaptation = SecondHalf()  # type: ignore[assignment]
     prototypes = torch.tensor([[1, 0, 0, 0.1], [0, 1, 0.1, 0]])
@@ -82,7 +81,7 @@ def test_the_logit_is_the_cosine_over_both_features() -> None:
     assert scores.tolist() == pytest.approx([0.60103997, 0.79227996], abs=1e-6)
 
 
-def test_the_class_mean_is_that_of_features_as_they_are() -> None:
+def test_class_mean_uses_unnormalised_features() -> None:
     method = Aper(Halves(), AperSettings(first_session="finetune"), 0)
     method.adaptation = SecondHalf()  # type: ignore[assignment]
     pixels = torch.tensor([[2.0, 1, 4, 0], [1, 2, 0, -1], [-2, 0, 0, 3]])
@@ -92,7 +91,7 @@ def test_the_class_mean_is_that_of_features_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("variant", ["adapter", "finetune", "ssf"])
-def test_without_effect_it_is_simplecil(variant: str) -> None:
+def test_aper_without_adaptation_effect_equals_simplecil(variant: str) -> None:
     method = Aper(vit(), AperSettings(first_session=variant), 0)
     if variant == "ssf":
         adaptation: Any = method.adaptation
@@ -106,7 +105,7 @@ def test_without_effect_it_is_simplecil(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_later_tasks_commute(variant: str) -> None:
+def test_order_of_later_tasks_does_not_change_logits(variant: str) -> None:
     torch.manual_seed(0)
     method = Aper(vit(), AperSettings(first_session=variant), 0)
     assert method.adaptation is not None
@@ -159,7 +158,7 @@ def test_a_base_task_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("promise", [name for name, p in PROMISES.items() if p.applies(Aper)])
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "adapter"])
-def test_every_variant_keeps(
+def test_every_variant_keeps_the_promises(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, variant: str, promise: str
 ) -> None:
     settings = {"first_session": variant}

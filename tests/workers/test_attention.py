@@ -1,4 +1,4 @@
-"""Promises of what is measured of attention, and of images that are hidden or attacked."""
+"""Tests of attention measures and maps, and of accuracy on shifted, occluded or attacked images."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from workers.model.sites import TokenSites
 
 
 def maps(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The attention of each block (B, H, N, N)."""
+    """Return the attention of each block, (B, H, N, N)."""
     attention_maps: list[Tensor] = []
     monkeypatch.setattr(
         AttentionStatistics, "add", lambda layer, attention: attention_maps.append(attention)
@@ -68,7 +68,7 @@ def test_entropy_and_distance_of_known_attention() -> None:
     assert compute_distance(torch.zeros(1, 1, 2, 2), row_distances).item() == 0
 
 
-def test_the_distance_to_others_leaves_out_a_patch_itself() -> None:
+def test_distance_to_others_excludes_the_patch_itself() -> None:
     # Three patches in a row: the ends are 1 and 2 away from the others, the middle one 1 and 1.
     distances = compute_patch_distances((1, 3))
     attention = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.9, 0.1], [0.8, 0.0, 0.2]])[None, None]
@@ -80,7 +80,7 @@ def test_the_distance_to_others_leaves_out_a_patch_itself() -> None:
     assert compute_distance(torch.eye(3)[None, None], distances, to_others=True).item() == 0
 
 
-def test_the_class_token_has_entropy_and_no_place() -> None:
+def test_class_token_counts_for_entropy_but_not_distance() -> None:
     identity = torch.eye(5)[None, None]
     identity[..., 0, :] = 0.2
     layer = AttentionStatistics("", 0, compute_patch_distances((2, 2)))
@@ -93,7 +93,7 @@ def test_the_class_token_has_entropy_and_no_place() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"qk_norm": True, "reg_tokens": 2}], ids=["plain", "norms-and-registers"]
 )
-def test_attention_is_what_timm_multiplies_values_with(
+def test_recorded_attention_matches_unfused_timm_attention(
     kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = built(kind, options=options)
@@ -118,7 +118,7 @@ def test_masked_keys_get_no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.allclose(a.sum(-1), torch.ones(())) for a in attention_maps)
 
 
-def test_gated_attention_is_what_it_multiplies_values_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_gated_attention_reproduces_layer_output(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(None, LOCAL)
     attn, heard = model.blocks[1].attn, []
     attn.register_forward_hook(lambda module, inputs, output: heard.append((inputs[0], output)))
@@ -142,7 +142,7 @@ def test_a_uniform_head_has_the_largest_entropy_and_distance_one() -> None:
         assert all(row["entropy"] < math.log(5) - 1e-4 for row in other_rows)
 
 
-def test_means_are_over_all_images_whatever_the_batches() -> None:
+def test_attention_means_are_independent_of_batch_size() -> None:
     model, x = built(None), images()
     with record_attention(model) as whole:
         model(x)
@@ -160,7 +160,7 @@ def test_means_are_over_all_images_whatever_the_batches() -> None:
         }
 
 
-def test_looking_changes_nothing_and_leaves_nothing() -> None:
+def test_recording_attention_changes_no_output_and_removes_its_hooks() -> None:
     model, x = built("cbs"), images()
     want, hooks = model(x), [len(m._forward_hooks) for m in model.modules()]
     with record_attention(model) as layers:
@@ -174,8 +174,8 @@ def test_looking_changes_nothing_and_leaves_nothing() -> None:
     assert layers[0].images == before
 
 
-# ---- of methods ----------------------------------------------------------------------------------
-def test_what_is_measured_is_the_network_with_the_tasks_own_weights(lab: Lab) -> None:
+# ---- methods -------------------------------------------------------------------------------------
+def test_attention_is_measured_with_weights_of_each_task(lab: Lab) -> None:
     run = lab.run_of(
         "hat",
         OPTIMIZERS["adamw"],
@@ -201,7 +201,9 @@ def test_what_is_measured_is_the_network_with_the_tasks_own_weights(lab: Lab) ->
 @pytest.mark.parametrize(
     ("method", "networks"), [("der", 2), ("dytox", 1), ("supsup_nn", 1), ("icarl", 1), ("vpt", 1)]
 )
-def test_methods_of_any_form_are_measured(lab: Lab, method: str, networks: int) -> None:
+def test_attention_and_robustness_are_measured_for_varied_methods(
+    lab: Lab, method: str, networks: int
+) -> None:
     run = lab.run(method)
     job = run.evaluate_job(1)
     rows = attention_rows(run.served(1), job, job.tasks[0], 8)
@@ -212,7 +214,7 @@ def test_methods_of_any_form_are_measured(lab: Lab, method: str, networks: int) 
     }
 
 
-def test_a_method_that_guesses_the_task_is_told_it(lab: Lab) -> None:
+def test_logits_with_task_replace_inference_of_the_task(lab: Lab) -> None:
     run = lab.run("supsup_nn")
     method, x = run.served(1), run.images(1)
     candidate_index = next(
@@ -226,7 +228,7 @@ def test_a_method_that_guesses_the_task_is_told_it(lab: Lab) -> None:
 
 # ---- maps over images ----------------------------------------------------------------------------
 @pytest.mark.parametrize("options", [{}, {"reg_tokens": 2}], ids=["plain", "registers"])
-def test_a_gaze_is_the_class_tokens_row_of_attention(
+def test_class_attention_equals_class_token_row_of_attention(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = built(None, options=options)
@@ -247,14 +249,14 @@ def test_a_gaze_is_the_class_tokens_row_of_attention(
         )
 
 
-def test_without_a_class_token_there_is_no_gaze() -> None:
+def test_model_without_class_token_records_no_class_attention() -> None:
     model = built(None, LOCAL)
     with record_class_attention(model) as attention_rows:
         model(images())
     assert attention_rows == []
 
 
-def test_maps_of_a_method_are_those_of_its_own_network(lab: Lab) -> None:
+def test_attention_maps_match_network_and_answers_of_method(lab: Lab) -> None:
     run = lab.run("finetune")
     job, method = run.evaluate_job(1), run.served(1)
     task = job.tasks[1]
@@ -276,7 +278,7 @@ def test_maps_of_a_method_are_those_of_its_own_network(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("name", ["toast", "toast_lite"])
-def test_a_method_that_looks_twice_shows_both_looks_and_what_it_selected(
+def test_two_pass_method_shows_both_passes_and_selected_tokens(
     lab: Lab, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = lab.run(name)
@@ -299,16 +301,16 @@ def test_a_method_that_looks_twice_shows_both_looks_and_what_it_selected(
     x, selected_tokens = used[0]
     assert torch.allclose(
         attention_maps.selected.flatten(1)[..., None] * x[:, 1:], selected_tokens[:, 1:], atol=1e-6
-    ), "what the second look is steered by"
+    ), "`selected` must be the factor that steers the second look"
     ((images_shown, _),) = analysis.spread(job, job.tasks[1], 6)
     with record_class_attention(method.backbone) as plain, torch.no_grad():
         method.backbone(images_shown)
     assert torch.allclose(first, plain[1].passes[0], atol=1e-5), (
-        "the first look is the plain backbone's"
+        "the first look must be that of the plain backbone"
     )
 
 
-def test_early_feedback_shows_the_last_block_that_looked_twice(lab: Lab) -> None:
+def test_early_feedback_shows_both_passes_of_last_repeated_block(lab: Lab) -> None:
     run = lab.run_of("toast", OPTIMIZERS["adamw"], methods={"toast": {"feedback_from": 1}})
     job = run.evaluate_job(1)
     attention_maps = analysis.compute_attention_maps(run.served(1), job, job.tasks[1], 2)
@@ -325,7 +327,9 @@ def test_early_feedback_shows_the_last_block_that_looked_twice(lab: Lab) -> None
         ("dytox", ["block 0"]),
     ],
 )
-def test_maps_of_methods_of_any_form(lab: Lab, method: str, looks: list[str]) -> None:
+def test_attention_maps_are_computed_for_varied_methods(
+    lab: Lab, method: str, looks: list[str]
+) -> None:
     run = lab.run(method)
     job = run.evaluate_job(1)
     attention_maps = analysis.compute_attention_maps(run.served(1), job, job.tasks[0], 4)
@@ -339,7 +343,7 @@ def test_maps_of_methods_of_any_form(lab: Lab, method: str, looks: list[str]) ->
 
 
 # ---- another source ------------------------------------------------------------------------------
-def test_answers_are_chosen_among_the_classes_of_the_other_card(lab: Lab) -> None:
+def test_shifted_accuracy_uses_only_classes_of_other_card(lab: Lab) -> None:
     run = lab.run("finetune")
     job, method = run.evaluate_job(1), run.served(1)
     task = job.tasks[1]
@@ -347,18 +351,18 @@ def test_answers_are_chosen_among_the_classes_of_the_other_card(lab: Lab) -> Non
     assert [row["accuracy"] for row in measure_shifted_accuracy(method, job, task, [one])] == [
         1,
         1,
-    ], "there is no other answer"
+    ], "with a single class, every answer is correct"
     turned = Task("other", "other", task.data, task.classes[::-1])
     want = next(row for row in run.evaluated(1)["rows"] if row["task"] == task.name)
     for row in measure_shifted_accuracy(method, job, task, [turned]):
         assert (row["correct"], row["total"]) == (want["correct"], want["total"]), (
-            "the order of classes does not count"
+            "the order of classes must not matter"
         )
     strange = Task("other", "other", task.data, (*task.classes, "9"))
     assert measure_shifted_accuracy(method, job, task, [strange]) == []
 
 
-def test_of_all_outputs_those_of_the_task_are_taken(lab: Lab) -> None:
+def test_shifted_accuracy_uses_only_outputs_of_the_task(lab: Lab) -> None:
     run = lab.run("icarl")
     job, method = run.evaluate_job(1), run.served(1)
     assert method.scenario == "class"
@@ -372,8 +376,8 @@ def test_of_all_outputs_those_of_the_task_are_taken(lab: Lab) -> None:
         )
 
 
-# ---- hidden and attacked -------------------------------------------------------------------------
-def test_the_centre_is_hidden() -> None:
+# ---- occluded and attacked images ----------------------------------------------------------------
+def test_occlusion_hides_the_centre() -> None:
     x = torch.ones(2, 3, 10, 10)
     hidden = occluded(x, 0.36)
     assert (hidden[0, 0] == 0).sum() == 36
@@ -381,7 +385,7 @@ def test_the_centre_is_hidden() -> None:
     assert torch.equal(occluded(x, 0.0), x)
 
 
-def test_an_attack_goes_so_far_in_pixels_and_stays_in_their_range() -> None:
+def test_attack_moves_pixels_by_epsilon_within_valid_range() -> None:
     backbone = BackboneSettings(mean=(0.5, 0.4, 0.3), std=(0.5, 0.2, 0.1))
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (backbone.mean, backbone.std))
     pixels = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -391,7 +395,7 @@ def test_an_attack_goes_so_far_in_pixels_and_stays_in_their_range() -> None:
 
 
 @pytest.mark.parametrize("name", ["finetune", "toast"])
-def test_an_attack_is_uphill_and_without_a_gradient_there_is_none(lab: Lab, name: str) -> None:
+def test_attack_direction_increases_loss_or_is_none_without_gradient(lab: Lab, name: str) -> None:
     run = lab.run(name)
     method, x = run.served(0), run.images(0)
     targets = torch.zeros(len(x), dtype=torch.long)
@@ -417,9 +421,7 @@ def test_an_attack_is_uphill_and_without_a_gradient_there_is_none(lab: Lab, name
 
 @pytest.mark.few("finetune")
 @pytest.mark.parametrize("method", ["finetune", "dytox"])
-def test_where_nothing_is_done_to_images_the_accuracy_is_the_measured_one(
-    lab: Lab, method: str
-) -> None:
+def test_robustness_at_level_zero_equals_measured_accuracy(lab: Lab, method: str) -> None:
     run = lab.run(method)
     job = run.evaluate_job(1)
     want = {row["task"]: (row["correct"], row["total"]) for row in run.evaluated(1)["rows"]}

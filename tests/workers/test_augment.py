@@ -1,5 +1,5 @@
-"""Augmentation: what a sample meets depends on seed, epoch, step and its place in the batch, on
-nothing else."""
+"""Tests of augmentation: its operations, and random draws that depend only on seed, epoch, step and
+the position in the batch."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ def draw(
 
 
 def pictures(n: int, side: int, seed: int = 0) -> torch.Tensor:
-    """Smooth coloured gradients with noise, uint8 (n, 3, side, side): every operation has something
-    to act on."""
+    """Return smooth coloured gradients with noise, uint8 (n, 3, side, side).
+
+    Every operation changes such images.
+    """
     noise = torch.Generator().manual_seed(seed)
     corners = torch.randint(40, 200, (n, 3, 3, 3), generator=noise).float()
     smooth = torch.nn.functional.interpolate(
@@ -62,7 +64,7 @@ def pictures(n: int, side: int, seed: int = 0) -> torch.Tensor:
 
 
 def plain(pixels: torch.Tensor, settings: BackboneSettings) -> torch.Tensor:
-    """The textbook normalisation."""
+    """Normalise pixels by the textbook formula."""
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (settings.mean, settings.std))
     return (pixels.float() / 255 - mean) / std
 
@@ -85,7 +87,7 @@ def one_op(name: str, pixels: torch.Tensor, level: float) -> torch.Tensor:
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
-def test_evaluation_is_the_normalised_centre_whatever_the_settings_and_the_batch() -> None:
+def test_evaluation_uses_normalised_centre_crop_for_any_settings() -> None:
     settings = backbone(24, 0.75)
     augment = Augment(FULL, settings, training=False)
     pixels = pictures(5, 32)
@@ -100,7 +102,7 @@ def test_evaluation_is_the_normalised_centre_whatever_the_settings_and_the_batch
     assert torch.equal(alone[0], images[3])
 
 
-def test_training_without_any_augmentation_is_evaluation() -> None:
+def test_training_images_without_augmentation_equal_evaluation_images() -> None:
     settings, pixels, labels = backbone(24, 0.9), pictures(4, 27), torch.arange(4)
     images, targets = Augment(DataSettings(), settings, True)(pixels, labels, CLASSES, draw(4))
     assert torch.equal(
@@ -110,7 +112,7 @@ def test_training_without_any_augmentation_is_evaluation() -> None:
 
 
 # ---- crop and flip -------------------------------------------------------------------------------
-def test_fixed_draws_give_the_pixels_of_a_plain_crop_and_flip_per_image() -> None:
+def test_crop_and_flip_match_pillow_for_each_image() -> None:
     pixels, side = pictures(16, 20), 13
     top, left = torch.randint(0, 8, (2, 16), generator=torch.Generator().manual_seed(3)).unbind(0)
     flip = torch.arange(16) % 2 == 0
@@ -125,7 +127,7 @@ def test_fixed_draws_give_the_pixels_of_a_plain_crop_and_flip_per_image() -> Non
 
 
 def random_boxes(count: int, side: int) -> torch.Tensor:
-    """(count, 4) corners, every third box empty."""
+    """Return the corners of boxes, (count, 4). Every third box is empty."""
     low = torch.randint(0, side - 1, (count, 2))
     high = low + torch.randint(1, side, (count, 2))
     top, left = low.unbind(1)
@@ -153,7 +155,7 @@ def test_mixing_gives_the_same_bits_with_and_without_a_loop() -> None:
     boxes = random_boxes(12, side)
     is_cutmix = boxes.sum(1) > 0
     blend = torch.where(is_cutmix, 1.0, torch.rand(12))
-    blend[3] = 1.0  # neither of both
+    blend[3] = 1.0  # neither mixup nor cutmix
     mix = Mix(blend, boxes, blend)
     expected = mix_by_blend(images.clone(), partners, mix)
     mixed = mix_into(torch.empty(12, 3, side, side), images, partners, mix)
@@ -162,7 +164,7 @@ def test_mixing_gives_the_same_bits_with_and_without_a_loop() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("crop_pct", [1.0, 0.75])
-def test_pad_moves_the_image_by_up_to_an_eighth_and_brings_in_black(crop_pct: float) -> None:
+def test_pad_crop_shifts_up_to_an_eighth_and_fills_black(crop_pct: float) -> None:
     settings = backbone(24, crop_pct)
     augment = Augment(DataSettings(crop="pad"), settings, True)
     side_in, reach = augment.size_in, 3
@@ -183,7 +185,7 @@ def test_pad_moves_the_image_by_up_to_an_eighth_and_brings_in_black(crop_pct: fl
     assert {y for y, _ in moves} == {x for _, x in moves} == set(range(-reach, reach + 1))
 
 
-def test_boxes_keep_to_the_image_the_area_and_the_ratio() -> None:
+def test_boxes_respect_image_bounds_area_and_aspect_ratio() -> None:
     boxes = draw_boxes(draw(500), "crop", 100, (0.1, 0.6), (3 / 4, 4 / 3))
     assert boxes.fits.all()
     assert (boxes.top >= 0).all()
@@ -202,7 +204,7 @@ def test_boxes_keep_to_the_image_the_area_and_the_ratio() -> None:
 # ---- RandAugment ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", randaugment.OPS)
 @pytest.mark.parametrize("level", [9.0, -9.0])
-def test_every_operation_changes_the_image_and_keeps_its_form(name: Any, level: float) -> None:
+def test_every_operation_changes_pixels_but_not_shape_or_dtype(name: Any, level: float) -> None:
     pixels = pictures(3, 32)
     before = pixels.clone()
     out = one_op(name, pixels, level)
@@ -213,7 +215,7 @@ def test_every_operation_changes_the_image_and_keeps_its_form(name: Any, level: 
 
 
 @pytest.mark.parametrize("factor", [0.19, 0.6, 1.0, 1.5, 1.81])
-def test_enhancements_are_those_of_pillow(factor: float) -> None:
+def test_enhancements_match_pillow(factor: float) -> None:
     pixels = pictures(6, 31)
     level = (factor - 1) / 0.9 * 10
     exact = {
@@ -226,14 +228,13 @@ def test_enhancements_are_those_of_pillow(factor: float) -> None:
         expected = torch.stack(
             [from_pil(enhance(as_pil(image)).enhance(factor)) for image in pixels]
         )
-        # the factor takes a detour over a float32 level, so that a value on the edge may fall to
-        # the other side
+        # the factor is computed from a float32 level, so values at a rounding limit may differ
         difference = (one_op(name, pixels, level).int() - expected.int()).abs()
         assert difference.max() <= 1, name
         assert (difference > 0).float().mean() < 0.01, name
 
 
-def test_tables_are_those_of_pillow() -> None:
+def test_lookup_table_operations_match_pillow() -> None:
     grey = torch.full((1, 3, 31, 31), 77, dtype=torch.uint8)
     pixels = torch.cat((pictures(6, 31), grey, pictures(2, 31).clamp(100, 103)))
     exact: dict[str, Callable[[Image.Image], Image.Image]] = {
@@ -249,22 +250,22 @@ def test_tables_are_those_of_pillow() -> None:
 
 
 @pytest.mark.parametrize("level", [0.0, 5.0, 9.0, 10.0, -10.0])
-def test_posterize_never_leaves_zero_bits(level: float) -> None:
+def test_posterize_keeps_at_least_one_bit(level: float) -> None:
     pixels = (
         torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 3, 16, 16).contiguous()
     )
     assert len(one_op("posterize", pixels, level).unique()) >= 2
 
 
-def test_translation_brings_in_the_fill_colour() -> None:
+def test_translation_fills_border_with_fill_colour() -> None:
     out = one_op("translate_x", pictures(1, 40), 10 * 0.25 / 0.45)  # a quarter of the side
     fill = torch.tensor([128, 100, 80], dtype=torch.uint8).view(3, 1, 1)
     assert torch.equal(out[0, :, :, 30:], fill.expand(3, 40, 10))
     assert torch.equal(out[0, :, :, :30], pictures(1, 40)[0, :, :, 10:])
 
 
-def test_geometry_is_that_of_pillow_away_from_the_edge() -> None:
-    # blurred: no aliasing
+def test_geometric_operations_match_pillow_away_from_edges() -> None:
+    # blurred to avoid aliasing
     image = torch.nn.functional.avg_pool2d(pictures(1, 56).float(), 9, 1, 4).to(torch.uint8)
     picture, bilinear = as_pil(image[0]), Image.Resampling.BILINEAR
     expected = {
@@ -281,7 +282,7 @@ def test_geometry_is_that_of_pillow_away_from_the_edge() -> None:
         assert difference[:, 18:38, 18:38].abs().max() <= 2, name
 
 
-def test_a_policy_uses_every_operation_half_of_the_time() -> None:
+def test_policy_uses_all_operations_with_probability_one_half() -> None:
     policy = randaugment.draw_policy(draw(4000), 2, 9.0)
     assert set(policy.ops.unique().tolist()) == set(range(-1, len(randaugment.OPS)))
     assert 0.47 < (policy.ops >= 0).float().mean() < 0.53
@@ -290,8 +291,8 @@ def test_a_policy_uses_every_operation_half_of_the_time() -> None:
     assert 0.47 < (policy.levels > 0).float().mean() < 0.53
 
 
-def test_operations_of_a_mixed_batch_are_those_of_each_image_alone() -> None:
-    """Sorting by operation, twice, and restoring the order: each image gets its own two."""
+def test_batched_operations_equal_operations_on_each_image() -> None:
+    """`apply` sorts the images by operation, but each image must get its own two operations."""
     pixels = pictures(60, 24)
     policy = randaugment.draw_policy(draw(60), 2, 9.0)
     together = randaugment.apply(pixels, randaugment.schedule(policy), (128, 100, 80))
@@ -325,7 +326,7 @@ def test_erasing_replaces_a_box_of_allowed_size_by_unit_noise() -> None:
 
 # ---- mixing --------------------------------------------------------------------------------------
 def flat(size: int, side: int) -> torch.Tensor:
-    """One value per sample, so that a pixel tells whose it is."""
+    """Return images with one value per sample, so that a pixel identifies its sample."""
     return (
         (torch.arange(size, dtype=torch.uint8) * 8)
         .view(-1, 1, 1, 1)
@@ -351,7 +352,7 @@ def test_mixup_mixes_pixels_and_targets_with_the_same_weight() -> None:
     assert len(label_weight.unique()) > size // 2
 
 
-def test_a_sample_without_a_partner_in_a_ragged_batch_stays_as_it_is() -> None:
+def test_sample_without_partner_is_not_mixed() -> None:
     settings = backbone(16)
     rng = replace(draw(3), batch_size=4)  # positions 0 and 2 are partners, 1 is alone
     images, targets = Augment(DataSettings(mixup=0.8), settings, True)(
@@ -364,7 +365,7 @@ def test_a_sample_without_a_partner_in_a_ragged_batch_stays_as_it_is() -> None:
 
 
 def test_mixed_and_smoothed_targets_have_the_worked_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labels 1 and 3 of four classes, each other's partner, 0.3 of its own."""
+    """Labels 1 and 3 of four classes are partners; the own label has weight 0.3."""
     augment = Augment(DataSettings(mixup=0.8, smoothing=0.1), backbone(16), True)
     monkeypatch.setattr(
         augment,
@@ -377,7 +378,7 @@ def test_mixed_and_smoothed_targets_have_the_worked_values(monkeypatch: pytest.M
     )
 
 
-def test_cutmix_targets_count_the_pixels() -> None:
+def test_cutmix_targets_equal_pixel_shares() -> None:
     size, settings = 24, backbone(16)
     pixels, labels = flat(size, 16), torch.arange(size)
     images, targets = Augment(DataSettings(cutmix=1.0), settings, True)(
@@ -397,7 +398,7 @@ def test_cutmix_targets_count_the_pixels() -> None:
     assert (other_pixels & ~own_pixels).any()
 
 
-def test_mixup_and_cutmix_share_the_batch() -> None:
+def test_mixup_and_cutmix_each_apply_to_half_the_samples() -> None:
     augment = Augment(DataSettings(mixup=0.8, cutmix=1.0), backbone(16), True)
     mix = augment._plan_mix(draw(1000))
     blended, cut = mix.blend < 1, mix.boxes.any(1)
@@ -447,7 +448,7 @@ def test_ranks_together_make_the_batch_of_one_rank(how: str, ranks: int) -> None
         assert torch.equal(part_targets, targets[rows])
 
 
-def test_a_rank_with_a_part_of_the_batch_asks_for_its_partners() -> None:
+def test_rank_requests_partners_of_its_samples() -> None:
     augment = Augment(DataSettings(mixup=1.0), backbone(), True)
     assert augment.needs_partner
     assert augment.positions(draw(8, [0, 1]), 4).tolist() == [0, 1, 4, 5]
@@ -456,7 +457,7 @@ def test_a_rank_with_a_part_of_the_batch_asks_for_its_partners() -> None:
 
 
 @pytest.mark.parametrize("how", ["none", "pad", "resized"])
-def test_augmentation_changes_with_seed_epoch_and_step_and_with_nothing_else(how: str) -> None:
+def test_augmentation_depends_only_on_seed_epoch_and_step(how: str) -> None:
     augment = Augment(FULL.model_copy(update={"crop": how}), backbone(), True)
     pixels, labels = pictures(12, 24), torch.arange(12) % CLASSES
 
@@ -471,7 +472,7 @@ def test_augmentation_changes_with_seed_epoch_and_step_and_with_nothing_else(how
         assert not torch.equal(first, images(**other))
 
 
-def test_everything_on_still_gives_finite_images_and_proper_targets() -> None:
+def test_all_augmentations_together_give_finite_images_and_valid_targets() -> None:
     augment = Augment(FULL.model_copy(update={"crop": "resized"}), backbone(), True)
     images, targets = augment(pictures(64, 24), torch.arange(64) % CLASSES, CLASSES, draw(64))
     assert targets is not None
@@ -483,7 +484,7 @@ def test_everything_on_still_gives_finite_images_and_proper_targets() -> None:
 
 
 @pytest.mark.parametrize("areas", [(0.8, 0.2), (0.0, 1.0), (0.06, 1.08)])
-def test_a_crop_scale_that_is_no_range_is_refused(areas: tuple[float, float]) -> None:
+def test_invalid_crop_scale_is_refused(areas: tuple[float, float]) -> None:
     with pytest.raises(ValidationError, match="crop_scale"):
         DataSettings(crop="resized", crop_scale=areas)
 

@@ -1,4 +1,4 @@
-"""Answers on a base task, on which the backbone was trained, stay where they are not measured."""
+"""Tests that answers on a base task do not change if later evaluations do not measure them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workers.data.feed import Feed
 from workers.errors import UserError
 from workers.methods import METHODS
 
-# Methods whose evaluations leave out the earlier tasks, and PackNet with steps for the base task.
+# methods with evaluations that skip earlier tasks, and PackNet with steps for the base task
 CASES: list[tuple[str, dict[str, Any]]] = [
     *(
         (name, {})
@@ -24,7 +24,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("method", "settings"), CASES)
-def test_later_task_leaves_answers_on_the_base_task(
+def test_later_task_does_not_change_answers_on_base_task(
     lab: Lab, method: str, settings: dict[str, Any]
 ) -> None:
     tasks = [

@@ -1,5 +1,4 @@
-"""BiC: the bias and how it is fitted, the loss by hand, who is trained on what, and two steps that
-stand side by side."""
+"""Tests of BiC: the fit of the bias, the loss, the data of each step, and two parallel steps."""
 
 from __future__ import annotations
 
@@ -33,21 +32,21 @@ def logits(n: int = 40, seed: int = 0) -> Tensor:
     return torch.randn(n, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_one_and_zero_change_nothing() -> None:
+def test_alpha_one_and_beta_zero_change_nothing() -> None:
     assert torch.equal(apply_bias(logits(), NEW, torch.tensor([1.0, 0.0])), logits())
     assert torch.equal(
         apply_bias(logits().float(), NEW, torch.tensor([1.0, 0.0])), logits().float()
     )
 
 
-def test_other_classes_are_left_alone_bit_for_bit() -> None:
+def test_bias_leaves_other_classes_bit_identical() -> None:
     corrected = apply_bias(logits(), slice(1, 3), torch.tensor([2.0, -0.5], dtype=torch.float64))
     assert torch.equal(corrected[:, [0, 3, 4]], logits()[:, [0, 3, 4]])
     assert torch.allclose(corrected[:, 1:3], 2 * logits()[:, 1:3] - 0.5)
 
 
 def objective(z: Tensor, labels: Tensor, bias: Tensor, decay: float) -> Tensor:
-    """As it stands on paper: class by class, so that each counts the same."""
+    """Return the objective as a mean over classes, so that each class counts the same."""
     corrected = torch.cat([z[:, :3], bias[0] * z[:, 3:] + bias[1]], 1)
     each = F.cross_entropy(corrected, labels, reduction="none")
     return (
@@ -58,7 +57,7 @@ def objective(z: Tensor, labels: Tensor, bias: Tensor, decay: float) -> Tensor:
 
 @pytest.mark.parametrize("decay", [0.0, 0.1, 3.0])
 @pytest.mark.parametrize("uneven", [False, True])
-def test_the_fit_is_where_the_gradient_of_the_objective_is_zero(decay: float, uneven: bool) -> None:
+def test_fit_has_zero_gradient_of_the_objective(decay: float, uneven: bool) -> None:
     labels = torch.arange(40) % 5
     if uneven:
         labels[10:20] = 4
@@ -68,10 +67,10 @@ def test_the_fit_is_where_the_gradient_of_the_objective_is_zero(decay: float, un
     assert bias.dtype == torch.float64
     assert bias.grad is not None
     assert bias.grad.abs().max() < 1e-6
-    assert float(bias[1].detach()) < 0, "the new outputs had been too large"
+    assert float(bias[1].detach()) < 0, "the fit lowers the new outputs, which are too large"
 
 
-def test_the_decay_holds_beta_alone() -> None:
+def test_decay_shrinks_only_beta() -> None:
     labels = torch.arange(40) % 5
     z = logits() + F.one_hot(labels, 5) + torch.tensor([0.0, 0, 0, 3, 3])
     free, held = (fit_bias(z, labels, NEW, decay) for decay in (0.0, 1e6))
@@ -79,21 +78,23 @@ def test_the_decay_holds_beta_alone() -> None:
     assert abs(float(held[0]) - 1) > 0.05
 
 
-def test_it_takes_back_what_was_done_to_the_new_outputs() -> None:
-    """Labels drawn from softmax(z), new outputs then stretched and lifted: the inverse comes out,
-    up to the noise of the labels."""
+def test_fit_inverts_a_known_scale_and_shift() -> None:
+    """Labels are drawn from softmax(z), and the new outputs are then scaled and shifted.
+
+    The fit returns the inverse, up to the noise of the labels.
+    """
     z = 2 * logits(200_000)
     labels = torch.multinomial(z.softmax(1), 1, generator=torch.Generator().manual_seed(1)).squeeze(
         1
     )
-    # as many of each
+    # the same number of samples per class
     of_class = torch.cat([(labels == c).nonzero()[:30_000] for c in range(5)]).squeeze(1)
     z, labels = z[of_class], labels[of_class]
     alpha, beta = fit_bias(apply_bias(z, NEW, torch.tensor([2.0, 1.0])), labels, NEW, 0.0).tolist()
     assert (alpha, beta) == (pytest.approx(0.5, abs=0.01), pytest.approx(-0.5, abs=0.02))
 
 
-def test_a_class_with_more_images_counts_no_more() -> None:
+def test_fit_weights_classes_equally() -> None:
     labels = torch.arange(40) % 5
     z = logits() + F.one_hot(labels, 5) + torch.tensor([0.0, 0, 0, 1, 1])
     twice = torch.cat([torch.arange(40), *[(labels == 1).nonzero().squeeze(1)] * 3])
@@ -102,7 +103,7 @@ def test_a_class_with_more_images_counts_no_more() -> None:
     )
 
 
-def test_where_all_are_told_apart_already_the_fit_still_ends() -> None:
+def test_fit_converges_on_separable_classes() -> None:
     z, labels = 9 * torch.eye(5), torch.arange(5)
     z[:, 3:] -= 1
     bias = fit_bias(z, labels, NEW, 0.1)
@@ -119,10 +120,8 @@ BIASES = {
 
 @pytest.mark.parametrize("mode", ["newest", "all"])
 @pytest.mark.parametrize("tau", [1.0, 2.0])
-def test_the_teacher_is_corrected_for_the_task_before_and_the_student_is_not(
-    mode: str, tau: float
-) -> None:
-    """With `all`, every old task's outputs are corrected on both sides."""
+def test_distillation_uses_bias_corrected_outputs_of_the_teacher(mode: str, tau: float) -> None:
+    """With `all`, the outputs of all old tasks are corrected in teacher and student."""
     method, b = begun("bic", A, B, C, tau=tau, bias_mode=mode), batch(A, B, C)
     raw = torch.cat([method.heads[name](method.backbone(b.images)) for name in "ab"], 1).detach()
     moved(method)
@@ -144,7 +143,7 @@ def test_the_teacher_is_corrected_for_the_task_before_and_the_student_is_not(
     assert torch.allclose(loss, 2 / 7 * ce + 5 / 7 * kd, atol=1e-5)
 
 
-def test_the_first_task_of_all_is_plain_cross_entropy() -> None:
+def test_first_task_uses_plain_cross_entropy() -> None:
     method = begun("bic", A)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"ce"}
@@ -152,7 +151,7 @@ def test_the_first_task_of_all_is_plain_cross_entropy() -> None:
 
 
 @pytest.mark.parametrize("mode", ["newest", "all"])
-def test_it_answers_with_the_bias_of_the_last_task_or_of_all(mode: str) -> None:
+def test_logits_use_the_bias_of_newest_or_all_tasks(mode: str) -> None:
     method, pictures = begun("bic", A, B, bias_mode=mode).eval(), batch(A).images
     z = torch.cat([method.heads[name](method.backbone(pictures)) for name in "ab"], 1)
     method.biases = dict(BIASES)
@@ -163,13 +162,15 @@ def test_it_answers_with_the_bias_of_the_last_task_or_of_all(mode: str) -> None:
     del method.biases["b"]
     assert torch.allclose(
         method.logits(pictures, None), torch.cat([first, z[:, 2:]], 1), atol=1e-6
-    ), "none of its own yet"
+    ), "the last task has no bias yet"
 
 
-# ---- who is trained on what ----------------------------------------------------------------------
+# ---- the data of each step -----------------------------------------------------------------------
 def looked_at(run: Run, task: int) -> dict[str, list[tuple[str, str]]]:
-    """Step -> (class, key) of every sample that its feeds give; the steps of a task are run a
-    second time for it."""
+    """Return step -> (class, key) of all samples in its train feeds.
+
+    This runs the steps of the task a second time.
+    """
     samples: dict[str, list[tuple[str, str]]] = {}
     for job in run.stages(task):
         run.artifact(job)
@@ -205,9 +206,7 @@ def keys_of(memory: dict[str, dict[str, list[str]]], *tasks: str) -> set[str]:
 @pytest.mark.parametrize(
     "settings", [{}, {"memory": 60}, {"per_class": 20, "val_share": 0.3}], ids=str
 )
-def test_what_fits_the_bias_is_never_trained_on_and_is_balanced(
-    lab: Lab, settings: dict[str, Any]
-) -> None:
+def test_bias_images_are_balanced_and_never_trained_on(lab: Lab, settings: dict[str, Any]) -> None:
     run = stream(lab, "bic", **settings)
     first, second = looked_at(run, 0), looked_at(run, 1)
     before, after = run.carried(0).meta, run.carried(1).meta
@@ -217,11 +216,11 @@ def test_what_fits_the_bias_is_never_trained_on_and_is_balanced(
     was_on = {key for _, key in first["train"]}
     each = {"{}": 3, "{'memory': 60}": 3, "{'per_class': 20, 'val_share': 0.3}": 6}[
         str(settings)
-    ]  # of 36 images, or of a quota of 30, or of 20
+    ]  # held-out images per class: of 36, of a quota of 30, of a quota of 20
     assert sorted(c for c, _ in second["calibrate"]) == sorted("01234" * each)
     assert not on["calibrate"] & (was_on | on["train"])
     assert {key for _, key in first["herd"]} == was_on, (
-        "exemplars are chosen among what was trained on"
+        "exemplars are chosen from the training images"
     )
     assert len(was_on) == 2 * (36 - each)
     new = {key for c, key in second["train"] if c in "234"}
@@ -252,7 +251,7 @@ def test_exemplars_and_held_out_images_share_the_memory(lab: Lab) -> None:
         assert all(
             second[kind]["two"][c] == keys[: len(second[kind]["two"][c])]
             for c, keys in first[kind]["two"].items()
-        ), "shortened, not chosen again"
+        ), "lists are shortened, not chosen again"
 
 
 def test_small_memory_holds_out_and_trains_one_image() -> None:
@@ -264,7 +263,7 @@ def test_small_memory_holds_out_and_trains_one_image() -> None:
     assert {name: len(keys) for name, keys in held_out.items()} == {"b1": 0, "b2": 1, "b3": 5}
 
 
-def test_what_is_held_out_hangs_on_the_seed_and_on_no_order() -> None:
+def test_held_out_images_depend_on_seed_but_not_order() -> None:
     held = []
     for seed, order in ((0, 1), (0, -1), (1, 1)):
         method = Bic(build(SMALL), BicSettings(), seed)
@@ -275,13 +274,13 @@ def test_what_is_held_out_hangs_on_the_seed_and_on_no_order() -> None:
     assert set(held[0]) != set(held[2])
 
 
-# ---- side by side --------------------------------------------------------------------------------
+# ---- parallel steps ------------------------------------------------------------------------------
 def handed_on(run: Run, task: int, step: str) -> Carried:
     job = next(job for job in run.stages(task) if job.step == step)
     return Carried.from_bytes(run.artifact(job).read("carried.safetensors"))
 
 
-def test_calibration_and_herding_both_follow_training_and_both_come_before_what_is_next(
+def test_calibration_and_herding_both_follow_training_and_precede_evaluation(
     lab: Lab,
 ) -> None:
     run = stream(lab, "bic")
@@ -294,7 +293,7 @@ def test_calibration_and_herding_both_follow_training_and_both_come_before_what_
     assert run.evaluate_job(1).previous == {"calibrate": calibrate.key, "herd": herd.key}
 
 
-def test_calibration_hands_on_the_bias_and_nothing_else(lab: Lab) -> None:
+def test_calibration_carries_only_the_bias(lab: Lab) -> None:
     run = stream(lab, "bic")
     carried, herded = handed_on(run, 1, "calibrate"), handed_on(run, 1, "herd")
     assert {name: tuple(t.shape) for name, t in carried.tensors.items()} == {"bias/three": (2,)}
@@ -307,7 +306,7 @@ def test_calibration_hands_on_the_bias_and_nothing_else(lab: Lab) -> None:
     assert "val_correct" in row
 
 
-def test_calibration_moves_two_scalars_and_nothing_of_the_network(lab: Lab) -> None:
+def test_calibration_does_not_change_the_network(lab: Lab) -> None:
     run = stream(lab, "bic")
     calibrate = run.stages(1)[1]
     run.artifact(calibrate)
@@ -322,7 +321,7 @@ def test_calibration_moves_two_scalars_and_nothing_of_the_network(lab: Lab) -> N
     assert all(torch.equal(t, trained[n]) for n, t in network.items())
 
 
-def test_the_bias_is_fitted_on_the_outputs_of_what_was_held_out(lab: Lab) -> None:
+def test_bias_is_fitted_on_outputs_of_held_out_images(lab: Lab) -> None:
     run = stream(lab, "bic", beta_decay=0.3)
     alpha, beta = handed_on(run, 1, "calibrate").tensors["bias/three"].tolist()
     job = run.stages(1)[1]
@@ -346,7 +345,7 @@ def test_the_bias_is_fitted_on_the_outputs_of_what_was_held_out(lab: Lab) -> Non
     assert (alpha, beta) != (1, 0)
 
 
-def test_the_new_outputs_are_served_corrected(lab: Lab) -> None:
+def test_served_outputs_of_new_classes_are_bias_corrected(lab: Lab) -> None:
     run = stream(lab, "bic")
     served, images = run.served(1), run.images(1)
     alpha, beta = handed_on(run, 1, "calibrate").tensors["bias/three"].tolist()
@@ -367,7 +366,7 @@ def test_two_ranks_fit_the_same_bias(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["newest", "all"])
-def test_a_third_task_starts_from_both_and_hands_all_biases_on(lab: Lab, mode: str) -> None:
+def test_biases_of_all_tasks_are_carried_to_the_third(lab: Lab, mode: str) -> None:
     tasks = [
         {"card": str(lab.card), "name": name, "classes": list(classes)}
         for name, classes in (("x", "01"), ("y", "23"), ("z", "4"))
@@ -390,10 +389,10 @@ def test_a_third_task_starts_from_both_and_hands_all_biases_on(lab: Lab, mode: s
         logits_of_all[:, 2:4], alpha * y + beta if mode == "all" else y, atol=1e-5
     )
     train: Any = lab.live[run.stages(2)[0].key]
-    assert train.biases.keys() == {"y"}, "the teacher's"
+    assert train.biases.keys() == {"y"}, "the only bias is the teacher's"
 
 
-def test_a_base_task_gives_images_that_fit_the_bias(lab: Lab) -> None:
+def test_base_task_provides_held_out_images_for_the_bias(lab: Lab) -> None:
     run = stream(lab, "bic", base="two")
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["herd"],
@@ -406,7 +405,7 @@ def test_a_base_task_gives_images_that_fit_the_bias(lab: Lab) -> None:
     assert run.evaluated(1)["rows"][1]["total"] == 60
 
 
-def test_a_memory_that_leaves_nothing_to_fit_or_to_train_on_is_refused() -> None:
+def test_memory_too_small_for_bias_and_training_is_refused() -> None:
     with pytest.raises(UserError, match="give it memory 14 or more"):
         Bic.check_backbone(BicSettings(memory=13), build(SMALL), (A, B, C))
     with pytest.raises(UserError, match="per_class 2"):

@@ -1,5 +1,4 @@
-"""The cache of a node: files come once and whole, room is made of what was used longest ago, and
-never of what is in use."""
+"""Tests of the cache of a node: complete files, eviction, locks, and permissions."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def names(cache: Cache) -> set[str]:
     }
 
 
-def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
+def test_least_recently_used_files_are_evicted(tmp_path: Path) -> None:
     cache = Cache(str(tmp_path), 340)
     for name in (
         "shards/a",
@@ -48,12 +47,12 @@ def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
         "c.npy",
         "shards/a",
         "shards/d",
-    ):  # `a` twice: `b` is then the oldest
+    ):  # `a` is used twice, so `b` is the oldest
         keep(cache, name)
     assert names(cache) == {"a", "c.npy", "d"}
     keep(cache, "shards/e", 250)
     assert names(cache) == {"e"}
-    keep(cache, "shards/f", 1000)  # more than the limit
+    keep(cache, "shards/f", 1000)  # larger than the limit
     assert names(cache) == {"f"}
 
 
@@ -68,7 +67,7 @@ def test_eviction_frees_a_tenth_of_cache(tmp_path: Path, monkeypatch: pytest.Mon
     for number in range(300):
         keep(cache, f"{number}")
         assert sum(path.stat().st_size for path in tmp_path.glob("*[0-9]")) <= 10_000
-    assert len(looks) == 1 + 20, "once in this process, and for every tenth of the limit"
+    assert len(looks) == 1 + 20, "one listing at the start, and one for every tenth of the limit"
     assert len(names(cache)) > 90
     assert [path.name for path in tmp_path.glob("*.lock")] == ["room.lock"]
 
@@ -77,14 +76,14 @@ def test_eviction_frees_a_tenth_of_cache(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_wrong_number_of_used_bytes_is_corrected(text: str, tmp_path: Path) -> None:
     keep(Cache(str(tmp_path), 1000), "a")
     (tmp_path / "room.lock").write_text(text)
-    cache._swept.discard(str(tmp_path))  # as in another process
+    cache._swept.discard(str(tmp_path))  # simulate another process
     keep(Cache(str(tmp_path), 1000), "b")
     assert (tmp_path / "room.lock").read_text() == "200"
 
 
-def test_what_is_in_use_is_not_deleted(tmp_path: Path) -> None:
+def test_open_files_are_not_evicted(tmp_path: Path) -> None:
     cache = Cache(str(tmp_path), 100)
-    for name in ("b", "c"):  # when it was just made, and when it was found
+    for name in ("b", "c"):  # first made, then found in the cache
         first = cache.open_file("a", 100, written(b"x" * 100))
         keep(cache, name)
         assert names(cache) == {"a", name}
@@ -111,7 +110,7 @@ def test_truncated_cache_file_is_made_again(
     "error",
     [DamagedArtifact("k", "damaged"), KeyboardInterrupt(), OSError("AWS Error ACCESS_DENIED")],
 )
-def test_what_could_not_be_made_leaves_nothing(error: Any, tmp_path: Path) -> None:
+def test_failed_write_leaves_no_file(error: Any, tmp_path: Path) -> None:
     def fails(stream: BinaryIO) -> None:
         stream.write(b"12")
         raise error
@@ -123,7 +122,7 @@ def test_what_could_not_be_made_leaves_nothing(error: Any, tmp_path: Path) -> No
     assert not names(Cache(str(tmp_path), 1000))
 
 
-def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
+def test_full_disk_error_names_the_cache_setting(tmp_path: Path) -> None:
     def full(stream: BinaryIO) -> None:
         raise OSError(28, "No space left on device")
 
@@ -140,7 +139,7 @@ def dies(folder: str) -> None:
     Cache(folder, 1000).open_file("a", 4, write)
 
 
-def test_what_a_process_left_behind_that_died_is_deleted(tmp_path: Path) -> None:
+def test_partial_files_of_dead_processes_are_deleted(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=dies, args=(str(tmp_path),))
     process.start()
     process.join()
@@ -150,7 +149,7 @@ def test_what_a_process_left_behind_that_died_is_deleted(tmp_path: Path) -> None
     assert names(cache) == {"a"}
 
 
-def test_of_several_one_makes_it_and_the_others_wait(tmp_path: Path) -> None:
+def test_one_thread_makes_a_file_while_others_wait(tmp_path: Path) -> None:
     cache, made, begun, go = Cache(str(tmp_path), 1000), [], threading.Event(), threading.Event()
 
     def write(stream: BinaryIO) -> None:
@@ -173,7 +172,7 @@ def test_of_several_one_makes_it_and_the_others_wait(tmp_path: Path) -> None:
     assert (contents, made) == ([b"1234"] * 3, [1])
 
 
-# ---- between processes, and what is promised of the folder ---------------------------------------
+# ---- several processes, and the folder -----------------------------------------------------------
 def test_unfinished_cache_file_reserves_room(
     tmp_path: Path,
 ) -> None:
@@ -181,9 +180,9 @@ def test_unfinished_cache_file_reserves_room(
     keep(cache, "old")
 
     def write(stream: BinaryIO) -> None:
-        keep(cache, "second")  # while nothing of the first is written
+        keep(cache, "second")  # before anything of `first` is written
         assert len(names(cache) - {"second"}) == 1, (
-            "`old` made room, and the part that somebody writes stays"
+            "`old` is evicted, and the unfinished file of `first` stays"
         )
         stream.write(b"x" * 100)
 
@@ -204,7 +203,7 @@ def test_waiting_process_takes_over_after_kill(
         stream.write(b"1234")
 
     def second(stream: BinaryIO) -> None:
-        waiting.set()  # it does not wait
+        waiting.set()  # the thread did not have to wait
         made.append(1)
         stream.write(b"5678")
 
@@ -230,10 +229,10 @@ def test_waiting_process_takes_over_after_kill(
     thread.join()
     process.join()
     assert (contents, made) == (([b"1234"], []) if end == "done" else ([b"5678"], [1]))
-    assert names(cache) == {"a"}, "and nothing is left of who was killed"
+    assert names(cache) == {"a"}, "a killed process leaves no file"
 
 
-def test_a_file_that_is_deleted_between_finding_and_using_it_is_made_again(
+def test_file_deleted_before_use_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, flock, path = Cache(str(tmp_path), 1000), fcntl.flock, tmp_path / "a"
@@ -241,7 +240,7 @@ def test_a_file_that_is_deleted_between_finding_and_using_it_is_made_again(
 
     def late(file: Any, how: Any) -> None:
         if how == fcntl.LOCK_SH and path.exists():
-            path.unlink()  # by a process that makes room
+            path.unlink()  # as a process does that makes room
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
@@ -253,11 +252,13 @@ def test_a_file_that_is_deleted_between_finding_and_using_it_is_made_again(
 @pytest.mark.parametrize(
     ("content", "expected"), [("range", ["replace"]), ("images", ["fsync", "replace"])]
 )
-def test_only_decoded_images_wait_until_their_bytes_are_on_the_disk(
+def test_only_decoded_images_are_synced_to_disk(
     content: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that goes down may leave zeros, which digests find. Then a range costs one request,
-    and decoded images are made one by one."""
+    """After a crash, files may contain zeros, which digests detect.
+
+    A lost range costs one request, but lost decoded images are made again one by one.
+    """
     calls: list[str] = []
 
     def recorded(name: str) -> Any:
@@ -281,14 +282,14 @@ def test_only_decoded_images_wait_until_their_bytes_are_on_the_disk(
     assert calls == expected
 
 
-def test_nobody_else_reads_what_is_kept(tmp_path: Path) -> None:
+def test_cache_is_private_to_its_user(tmp_path: Path) -> None:
     keep(Cache(str(tmp_path / "cache"), 1000), "shards/a")
     assert [
         oct(os.stat(tmp_path / "cache" / name).st_mode & 0o777) for name in ("shards", "shards/a")
     ] == ["0o700", "0o600"]
 
 
-def test_a_cache_has_a_folder_of_its_own_wherever_it_is_put(
+def test_cache_gets_its_own_folder_at_every_location(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
@@ -300,12 +301,12 @@ def test_a_cache_has_a_folder_of_its_own_wherever_it_is_put(
     assert cache_folder("", "/storage") == "/storage/cache"
     monkeypatch.setattr(tempfile, "tempdir", "/scratch")
     assert cache_folder("", "s3://bucket/x") == f"/scratch/accrete-cache-{os.getuid()}", (
-        "of each user: nobody deletes what is another's"
+        "one folder per user, so that nobody deletes files of others"
     )
 
 
-def test_checksums_are_those_of_zlib_whichever_library_computes_them(tmp_path: Path) -> None:
-    """A machine without the faster one reads what a machine with it has written."""
+def test_checksums_equal_those_of_zlib(tmp_path: Path) -> None:
+    """A machine without the faster library reads files that were written with it."""
     data = np.arange(1000, dtype=np.uint8)
     path = tmp_path / "rows"
     with path.open("wb") as stream:

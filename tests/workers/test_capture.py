@@ -1,5 +1,6 @@
-"""Promises of captured steps (`train.compile: step`): a repeated step computes what the step in
-Python would compute, bit for bit. On the CPU `tests/step_recorder.py` takes the place of a graph.
+"""Tests of captured steps (`train.compile: step`): they compute the same bits as normal steps.
+
+On the CPU, `tests/step_recorder.py` replaces the CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from workers.methods.finetune import FineTune
 from workers.model import key_masks, masks
 from workers.rng import StepRng
 
-# Why the steps of these methods are not captured.
+# Methods with steps that are not captured, and the reason.
 NOT_CONSTANT = {
     "gem": "solves a quadratic program on the host",
     "mir": "chooses samples on the host",
     "ranpac": "trains only in its first session, as `aper`",
 }
 CONSTANT = {name for name, cls in METHODS.items() if vars(cls).get("has_constant_step")}
-# Methods whose test is fast, or whose steps are special.
+# Methods with a fast test or special steps.
 SELECTED = ("adahat", "ctr_full", "der_p", "er", "hat", "lora", "meat", "si", "toast")
 
 
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch: pytest.MonkeyPatch) -> type[StepRecorder]:
     monkeypatch.setitem(capture.BACKENDS, "cpu", StepRecorder)
-    # The attention of MEAT has a form for CPUs, which reads a value on the host, and one for GPUs.
+    # MEAT's attention for CPUs reads a value on the host, so use the form for GPUs.
     monkeypatch.setattr(key_masks, "_is_fused_on_cpu", lambda tensor: False)
-    monkeypatch.setattr(masks, "_reads_on_host", lambda tensor: False)  # those of TopK, too
+    monkeypatch.setattr(masks, "_reads_on_host", lambda tensor: False)  # same for TopK masks
     monkeypatch.setattr(StepRecorder, "replays", 0)
     return StepRecorder
 
@@ -53,7 +54,7 @@ def results(lab: Lab, method: str, settings: dict[str, Any] | None = None, **tra
     return [(run.state(task).to_bytes(), run.carried(task).to_bytes()) for task in range(2)]
 
 
-def test_every_method_that_trains_is_captured_or_has_a_reason() -> None:
+def test_every_trained_method_is_captured_or_listed_as_exception() -> None:
     trained = {name for name, cls in METHODS.items() if cls.has_training()}
     assert trained == CONSTANT | (NOT_CONSTANT.keys() & trained)
     assert not CONSTANT & NOT_CONSTANT.keys()
@@ -70,7 +71,7 @@ def test_captured_steps_compute_the_same_bits(method: str, lab: Lab) -> None:
     plain = results(lab, method, settings)
     assert StepRecorder.replays == 0
     assert results(lab, method, settings, compile="step") == plain
-    assert StepRecorder.replays >= 5  # `aper` trains one task
+    assert StepRecorder.replays >= 5  # few for `aper`, which trains only one task
 
 
 @pytest.mark.parametrize(
@@ -91,16 +92,16 @@ def test_captured_steps_compute_the_same_bits(method: str, lab: Lab) -> None:
         ("finetune", {}, {"schedule": "epoch", "epochs": 3}),
     ],
 )
-def test_settings_of_training_keep_the_bits(
+def test_captured_steps_keep_bits_with_training_settings(
     method: str, settings: dict[str, Any], train: dict[str, Any], lab: Lab
 ) -> None:
     plain = results(lab, method, settings, **train)
     assert results(lab, method, settings, **train, compile="step") == plain
-    assert StepRecorder.replays or settings.get("noise")  # noise differs between steps
+    assert StepRecorder.replays or settings.get("noise")  # with noise, no step is repeated
 
 
 def test_sgd_with_momentum_differs_by_rounding_only(lab: Lab) -> None:
-    """The fused form, which alone reads the learning rate from a tensor, rounds differently."""
+    """Only the fused SGD reads the learning rate from a tensor, and it rounds differently."""
     train = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}
     run = lab.run_of("finetune", train | {"epochs": 2}, settings={})
     captured = lab.run_of("finetune", train | {"epochs": 2, "compile": "step"}, settings={})
@@ -136,7 +137,7 @@ def test_a_resumed_stage_continues_with_equal_bits(
 
 
 class ReadsProgress(FineTune):
-    """Scales the loss by a Python number that changes from step to step, which is an error."""
+    """Scales the loss by a Python number that changes between steps, which is an error."""
 
     name = "reads_progress"
     has_constant_step = True
@@ -148,7 +149,7 @@ class ReadsProgress(FineTune):
 
 
 class NumbersProgress(ReadsProgress):
-    """Reads the same number from `Progress.number`, as it should."""
+    """Reads the same number from `Progress.number`, which is correct."""
 
     name = "numbers_progress"
     has_constant_step = True
@@ -158,7 +159,7 @@ class NumbersProgress(ReadsProgress):
 
 
 @pytest.mark.parametrize("cls", [ReadsProgress, NumbersProgress])
-def test_a_number_that_changes_must_come_from_the_progress(
+def test_captured_step_is_correct_only_with_progress_numbers(
     cls: type[FineTune], lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recorder finds a method that breaks the rule, so the tests above can fail."""
@@ -168,7 +169,7 @@ def test_a_number_that_changes_must_come_from_the_progress(
     assert (captured == plain) == (cls is NumbersProgress)
 
 
-def test_a_host_read_and_a_new_draw_in_a_captured_step_are_errors() -> None:
+def test_host_read_and_new_draw_in_captured_step_raise_errors() -> None:
     with pytest.raises(HostRead), OperatorRecorder():
         float(torch.ones(()))
     batch = capture.FixedBatch(make_batch(0))
@@ -184,7 +185,7 @@ def make_batch(step: int, size: int = 4) -> Batch:
     return Batch(torch.full((size, 3), float(step)), torch.zeros(size), torch.zeros(size), draw)
 
 
-def test_a_loaded_batch_has_the_values_and_draws_of_its_step_at_the_same_addresses() -> None:
+def test_loading_a_fixed_batch_updates_images_and_draws_in_place() -> None:
     fixed = capture.FixedBatch(make_batch(0))
     assert isinstance(fixed.batch.draw, TapedRng)
     draws = (
@@ -203,10 +204,10 @@ def test_a_loaded_batch_has_the_values_and_draws_of_its_step_at_the_same_address
     assert fixed.batch.keys is None
 
 
-def test_what_cannot_be_captured_runs_normally_and_says_so(
+def test_uncapturable_step_runs_normally_with_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lab = Lab(tmp_path)  # with no results of captured steps
+    lab = Lab(tmp_path)  # a lab without results of captured steps
 
     class Derived(FineTune):
         """A subclass can change the step, so it does not inherit `has_constant_step`."""
@@ -225,7 +226,7 @@ def test_what_cannot_be_captured_runs_normally_and_says_so(
     assert any("train.compile is 'step'" in text and "cpu" in text for text in warnings)
 
 
-def test_learning_rates_are_tensors_that_are_written_in_place() -> None:
+def test_step_capture_updates_learning_rate_tensors_in_place() -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     optimizer.param_groups[0]["peak"] = 0.5

@@ -1,5 +1,4 @@
-"""Promises of checkpoints: whole or absent, the last one that was finished, and nothing of a frozen
-backbone."""
+"""Tests of checkpoints: only complete ones are loaded, and a frozen backbone is left out."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ KEY = "stage"
 
 
 class Model(nn.Module):
-    """A frozen backbone with a buffer, a trained head, a buffer of the method's own."""
+    """A frozen backbone with buffers, a trained head, and a buffer of the method."""
 
     freezes_backbone = True
     counts: Tensor
@@ -77,7 +76,7 @@ def files(root: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-def test_what_is_restored_goes_on_as_if_nothing_had_happened(root: str, optimizer: str) -> None:
+def test_restored_training_continues_exactly(root: str, optimizer: str) -> None:
     model, trainer = trained(3, optimizer)
     save_checkpoint(root, KEY, model, trainer, {"head.bias": torch.tensor([1.0, 2.0])}, mark())
     step(model, trainer)
@@ -98,7 +97,7 @@ def test_what_is_restored_goes_on_as_if_nothing_had_happened(root: str, optimize
         mark().history,
         mark().sums,
         mark().best,
-    ), "floats come back to the last bit"
+    ), "floats are restored exactly"
     step(fresh, other)
     assert all(
         torch.equal(a, b)
@@ -106,7 +105,7 @@ def test_what_is_restored_goes_on_as_if_nothing_had_happened(root: str, optimize
     )
 
 
-def test_a_frozen_backbone_is_not_in_a_checkpoint_and_a_trained_one_is() -> None:
+def test_checkpoint_includes_the_backbone_only_if_it_is_trained() -> None:
     model = Model()
     assert trained_state(model).keys() == {"head.weight", "head.bias", "counts"}
     model.freezes_backbone = False
@@ -123,7 +122,7 @@ def test_a_frozen_backbone_is_not_in_a_checkpoint_and_a_trained_one_is() -> None
     }
 
 
-def test_only_the_last_one_is_kept(root: str) -> None:
+def test_only_the_last_checkpoint_is_kept(root: str) -> None:
     model, trainer = trained(1)
     for at in range(3):
         save_checkpoint(root, KEY, model, trainer, {}, mark(0, at))
@@ -134,7 +133,7 @@ def test_only_the_last_one_is_kept(root: str) -> None:
     assert checkpoint.step == 2
 
 
-def test_one_that_was_broken_off_leaves_the_one_before(
+def test_interrupted_save_keeps_the_previous_checkpoint(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, trainer = trained(1)
@@ -155,7 +154,7 @@ def test_one_that_was_broken_off_leaves_the_one_before(
     assert loaded_checkpoint.step == 1
 
 
-def test_none_is_found_where_none_was_written_or_after_it_was_dropped(root: str) -> None:
+def test_no_checkpoint_is_found_before_saving_or_after_dropping(root: str) -> None:
     assert load_checkpoint(root, KEY) is None
     save_checkpoint(root, KEY, *trained(1), {}, mark())
     drop(root, KEY)
@@ -164,7 +163,7 @@ def test_none_is_found_where_none_was_written_or_after_it_was_dropped(root: str)
     drop(root, KEY)
 
 
-def test_a_flipped_bit_anywhere_is_noticed(root: str) -> None:
+def test_any_flipped_bit_is_detected(root: str) -> None:
     save_checkpoint(root, KEY, *trained(1), {}, mark())
     for path in files(root):
         data = path.read_bytes()
@@ -176,7 +175,7 @@ def test_a_flipped_bit_anywhere_is_noticed(root: str) -> None:
     assert load_checkpoint(root, KEY) is not None
 
 
-def test_after_damage_the_next_one_is_written_as_usual(root: str) -> None:
+def test_saving_works_after_a_damaged_checkpoint(root: str) -> None:
     model, trainer = trained(1)
     for harm in (
         Path.unlink,
@@ -195,7 +194,7 @@ def test_after_damage_the_next_one_is_written_as_usual(root: str) -> None:
 
 
 def test_a_checkpoint_holds_no_code(root: str) -> None:
-    """Tensors and JSON only: nothing that loading could run."""
+    """It contains only tensors and JSON, so loading cannot run code."""
     save_checkpoint(root, KEY, *trained(1), {}, mark())
     tensors, pointer = files(root)
     assert (tensors.suffix, pointer.name) == (".safetensors", "latest.json")

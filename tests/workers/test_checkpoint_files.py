@@ -1,4 +1,4 @@
-"""`accrete convert`: pickled checkpoints as safetensors, without running their code."""
+"""Tests of `accrete convert`: from pickled checkpoints to safetensors, without running code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_tensors_of_a_checkpoint_are_written(content: Any, key: str, tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["w.pth", "w.safetensors"]
 
 
-def test_checkpoints_of_before_pytorch_1_6_are_read(tmp_path: Path) -> None:
+def test_checkpoints_from_before_pytorch_1_6_are_converted(tmp_path: Path) -> None:
     path = str(tmp_path / "old.pth.tar")
     torch.save({"model": STATE}, path, _use_new_zipfile_serialization=False)
     conversion = convert_checkpoint(path)
@@ -59,7 +59,7 @@ def test_tensors_that_share_memory_are_written(tmp_path: Path) -> None:
     assert torch.equal(written["two"], written["one"][:2])
 
 
-def test_of_several_entries_the_user_chooses(tmp_path: Path) -> None:
+def test_user_must_choose_among_several_entries(tmp_path: Path) -> None:
     other = {name: tensor + 1 for name, tensor in STATE.items()}
     path = saved(tmp_path, {"model": STATE, "model_ema": other})
     with pytest.raises(UserError, match=r"\(model, model_ema\); choose one with --key"):
@@ -71,7 +71,7 @@ def test_of_several_entries_the_user_chooses(tmp_path: Path) -> None:
 
 
 class Dangerous:
-    """Unpickling an instance would create a file."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -89,7 +89,7 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["module.pt", "w.pth"]
 
 
-def test_other_files_are_one_sentence(tmp_path: Path) -> None:
+def test_invalid_files_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
     text = tmp_path / "text.pth"
     text.write_text("not a checkpoint")
     packed = tmp_path / "packed.pth"
@@ -113,7 +113,7 @@ def test_other_files_are_one_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / "new.safetensors").exists()
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     path = saved(tmp_path, STATE)
     (tmp_path / "w.safetensors").write_text("mine")
     with pytest.raises(UserError, match="exists already"):
@@ -123,7 +123,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         convert_checkpoint(path, str(tmp_path / "nowhere" / "w.safetensors"))
 
 
-def test_the_command_says_how_to_use_the_file(
+def test_command_prints_how_to_use_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["convert", saved(tmp_path, {"model": STATE, "epoch": 1})]) == 0

@@ -1,5 +1,4 @@
-"""Promises of Context Broadcasting: its equations (T21 to T29 and the golden numbers), its place in
-a block, and every method on such a backbone."""
+"""Tests of Context Broadcasting: equations (T21 to T29), place in a block, masks, and methods."""
 
 from __future__ import annotations
 
@@ -60,13 +59,14 @@ def built(
     options: dict[str, Any] | None = None,
     **options_of_context: Any,
 ) -> Any:
-    """All parameters are drawn, those that have a name in the plain backbone alike in all."""
+    """Return a backbone with random parameters. Parameters that also exist in the plain backbone
+    are equal for all kinds."""
     chosen = (
         None
         if kind is None
         else ContextSettings.model_validate({"kind": kind, **options_of_context})
     )
-    torch.manual_seed(0)  # buffers are drawn too
+    torch.manual_seed(0)  # buffers are random, too
     model: Any = vit.build(
         settings.model_copy(
             update={"context": chosen, "options": settings.options | (options or {})}
@@ -90,12 +90,12 @@ def scaled(width: int, own_scale: float, start: float) -> ScaledContext:
 
 
 # ---- the equations -------------------------------------------------------------------------------
-def test_the_golden_numbers() -> None:
+def test_mean_context_matches_golden_values() -> None:
     x = torch.tensor([[[1.0, 2], [3, 6], [5, 1]]], dtype=torch.float64)
     assert Context("mean")(x).tolist() == [[[2.0, 2.5], [3.0, 4.5], [4.0, 2.0]]]
 
 
-def test_t21_it_is_a_matrix_on_tokens() -> None:
+def test_t21_mean_context_is_a_matrix_on_tokens() -> None:
     x = tokens()
     assert torch.allclose(
         Context("mean")(x),
@@ -105,7 +105,7 @@ def test_t21_it_is_a_matrix_on_tokens() -> None:
     )
 
 
-def test_t22_t23_the_mean_stays_and_deviations_are_halved_each_time() -> None:
+def test_t22_t23_mean_context_keeps_mean_and_halves_deviations() -> None:
     x, cb = tokens(), Context("mean")
     mean, once = x.mean(1, keepdim=True), cb(x)
     assert torch.allclose(once.mean(1, keepdim=True), mean, rtol=0, atol=1e-14)
@@ -119,23 +119,23 @@ def test_t24_context_commutes_with_affine_maps() -> None:
     hidden = mlp.act(mlp.fc1(x))
     assert torch.allclose(mlp.fc2(cb(hidden)), cb(mlp(x)), rtol=0, atol=1e-12)
     assert torch.allclose(mlp.fc2(mlp.act(cb(mlp.fc1(x)))), mlp(cb(x)), rtol=0, atol=1e-12), (
-        "before the activation it is the front"
+        "before the activation, it equals place `front`"
     )
     assert not torch.allclose(mlp(cb(x)), cb(mlp(x)), atol=1e-3)
 
 
-def test_t25_tokens_may_change_places() -> None:
+def test_t25_context_commutes_with_token_permutations() -> None:
     x, order = tokens(), torch.randperm(7, generator=torch.Generator().manual_seed(0))
     for module in (Context("mean"), Context("max"), scaled(5, 1.0, 0.7)):
         assert torch.allclose(module(x[:, order]), module(x)[:, order], rtol=0, atol=1e-14)
 
 
-def test_t26_of_one_token_it_is_the_identity() -> None:
+def test_t26_context_of_one_token_is_the_identity() -> None:
     x = tokens(3, 1, 5)
     assert all(torch.equal(Context(pool)(x), x) for pool in ("mean", "max", "class"))
 
 
-def test_t28_scales_of_one_half_are_it_and_of_zero_nothing() -> None:
+def test_t28_scale_one_half_equals_context_and_zero_the_identity() -> None:
     x = tokens()
     assert torch.allclose(scaled(5, 0.5, 0.5)(x), Context("mean")(x), rtol=0, atol=1e-14)
     assert torch.equal(scaled(5, 1.0, 0.0)(x), x)
@@ -144,10 +144,10 @@ def test_t28_scales_of_one_half_are_it_and_of_zero_nothing() -> None:
         learnt.scale.copy_(torch.arange(5))
     assert torch.allclose(
         learnt(x), x + torch.arange(5) * x.mean(1, keepdim=True), rtol=0, atol=1e-14
-    ), "a number per channel"
+    ), "the scale has one value per channel"
 
 
-def test_t29_padding_counts_as_tokens_of_zero_unless_the_mean_leaves_it_out() -> None:
+def test_t29_padding_counts_as_zero_tokens_in_the_mean() -> None:
     x, cb = tokens(), Context("mean")
     padded = F.pad(x, (0, 0, 0, 3))
     assert torch.allclose(
@@ -159,7 +159,7 @@ def test_t29_padding_counts_as_tokens_of_zero_unless_the_mean_leaves_it_out() ->
     assert not torch.allclose(cb(padded)[:, :7], cb(x), atol=1e-3)
 
 
-def test_other_contexts_are_the_maximum_and_the_class_token() -> None:
+def test_context_can_pool_maximum_or_class_token() -> None:
     x = tokens()
     assert torch.allclose(Context("max")(x), (x + x.max(1, keepdim=True).values) / 2, atol=1e-14)
     assert torch.allclose(Context("class")(x), (x + x[:, :1]) / 2, atol=1e-14)
@@ -182,7 +182,7 @@ def test_excitation_scales_channels_by_the_mean_token() -> None:
 
 # ---- in a backbone -------------------------------------------------------------------------------
 @pytest.mark.parametrize("changes", [{}, {"init_values": 0.3}], ids=["plain", "layer-scale"])
-def test_it_stands_at_the_end_of_the_mlp_before_layer_scale_and_residual(
+def test_context_ends_mlp_before_layer_scale_and_residual(
     changes: dict[str, Any],
 ) -> None:
     model = built(options=changes)
@@ -196,7 +196,7 @@ def test_it_stands_at_the_end_of_the_mlp_before_layer_scale_and_residual(
 
 @pytest.mark.parametrize("kind", ["cb", "cbs", "se"])
 @pytest.mark.parametrize("place", PLACES)
-def test_each_place_changes_its_branches_alone(kind: str, place: str) -> None:
+def test_each_context_place_changes_only_its_branches(kind: str, place: str) -> None:
     model = built(kind, options={"init_values": 0.3}, place=place)
     block, x = model.blocks[1], tokens(2, 5, 32).float()
     modules = dict(context.context_modules(block))
@@ -231,7 +231,7 @@ def test_context_without_blocks_or_scale_is_plain_backbone(
     assert torch.equal(everywhere, chosen(x))
 
 
-def test_only_the_chosen_blocks_have_it() -> None:
+def test_only_chosen_blocks_have_context() -> None:
     model = built(blocks=[0, 2])
     assert [name for name, _ in context.context_modules(model)] == [
         "blocks.0.mlp.context",
@@ -240,7 +240,7 @@ def test_only_the_chosen_blocks_have_it() -> None:
     assert [context.mixes_all_tokens(block) for block in model.blocks] == [True, False, True]
 
 
-def test_it_has_no_parameters_and_its_scales_are_a_width_for_each_block() -> None:
+def test_each_context_kind_adds_its_expected_number_of_parameters() -> None:
     def count(model: nn.Module) -> int:
         return sum(p.numel() for p in model.parameters())
 
@@ -255,13 +255,13 @@ def test_it_has_no_parameters_and_its_scales_are_a_width_for_each_block() -> Non
         )
     assert (
         sum(p.numel() for _, m in context.context_modules(small) for p in m.parameters()) == 4608
-    ), "the paper's number for ViT-S"
+    ), "the paper's number of parameters for ViT-S"
     assert count(built("compensate")) - plain == 3 * 2 * 32 * 8, (
-        "as many as the weights of the queries and keys that are not used"
+        "must equal the number of unused query and key weights"
     )
 
 
-def test_the_first_head_looks_at_all_tokens_alike() -> None:
+def test_replace_makes_attention_of_first_head_uniform() -> None:
     plain, x = built(None, options={"qk_norm": True}).blocks[0].attn, tokens(2, 5, 32).float()
     head_output = built("replace", options={"qk_norm": True}).blocks[0].attn(x)
     v = plain.qkv(x).reshape(2, 5, 3, 4, 8)[:, :, 2]
@@ -274,7 +274,7 @@ def test_the_first_head_looks_at_all_tokens_alike() -> None:
     )
 
 
-def test_a_head_beside_the_others_adds_the_projected_mean() -> None:
+def test_parallel_head_adds_projected_mean_of_tokens() -> None:
     model, x = built("parallel"), tokens(2, 5, 32).float()
     attention, plain = model.blocks[2].attn, built(None).blocks[2].attn
     added = x.mean(1, keepdim=True) @ attention.uniform.v.weight.T @ attention.uniform.proj.weight.T
@@ -284,7 +284,7 @@ def test_a_head_beside_the_others_adds_the_projected_mean() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_common_weights_start_as_without_it(kind: str) -> None:
+def test_context_does_not_change_initial_backbone_weights(kind: str) -> None:
     torch.manual_seed(1)
     plain = vit.build(SMALL).state_dict()
     torch.manual_seed(1)
@@ -294,7 +294,7 @@ def test_common_weights_start_as_without_it(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_are_the_backbone_and_the_digest_tells_it_from_others(kind: str) -> None:
+def test_context_backbone_round_trips_bytes_and_has_own_digest(kind: str) -> None:
     model = built(kind)
     again = built(kind)
     for p in again.parameters():
@@ -310,7 +310,7 @@ def test_bytes_are_the_backbone_and_the_digest_tells_it_from_others(kind: str) -
     assert len(digests) == 3
 
 
-def test_the_digest_has_settings_of_later_versions_only_where_they_are_used() -> None:
+def test_digest_includes_newer_context_settings_only_if_used() -> None:
     written = context.encode_settings(built("cb"))
     assert written == b'{"kind":"cb","blocks":"all","pool":"mean","own":1.0,"start":0.0}'
     assert b'"place":"both"' in context.encode_settings(built("cb", place="both"))
@@ -319,7 +319,7 @@ def test_the_digest_has_settings_of_later_versions_only_where_they_are_used() ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_from_elsewhere_load_and_what_they_lack_stays_as_it_starts(
+def test_weights_without_context_load_and_keep_initial_context_parameters(
     kind: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "plain.safetensors"
@@ -338,13 +338,13 @@ def test_weights_from_elsewhere_load_and_what_they_lack_stays_as_it_starts(
     assert all(torch.equal(model.state_dict()[name], t) for name, t in plain.state_dict().items())
     assert all(torch.equal(model.get_parameter(name), t) for name, t in start.items())
     assert torch.allclose(model(images()), plain(images()), atol=1e-5) == (kind == "cbs"), (
-        "it starts as the backbone"
+        "only `cbs` starts as the plain backbone"
     )
     model_with_context = built(kind)
     path.write_bytes(vit.to_bytes(model_with_context))
     vit.load_weights(model, settings)
     assert torch.equal(model(images()), model_with_context(images())), (
-        "weights that have it fill it"
+        "parameters of the context must be loaded"
     )
     path.write_bytes(
         safetensors.torch.save({k: v for k, v in plain.state_dict().items() if "fc2" not in k})
@@ -353,7 +353,7 @@ def test_weights_from_elsewhere_load_and_what_they_lack_stays_as_it_starts(
         vit.load_weights(model, settings)
 
 
-def test_scales_have_no_weight_decay_and_belong_to_what_hat_copies() -> None:
+def test_context_scales_have_no_weight_decay_and_hat_copies_them() -> None:
     from workers.methods.base import OptimPlan
 
     model = built("cbs")
@@ -375,7 +375,7 @@ def test_scales_have_no_weight_decay_and_belong_to_what_hat_copies() -> None:
     ("kind", "settings"),
     [*((kind, {}) for kind in KINDS), ("cb", {"place": "front"}), ("cbs", {"place": "both"})],
 )
-def test_a_compiled_block_has_it_too(
+def test_compiled_blocks_apply_context(
     kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.compiler.reset()
@@ -387,8 +387,8 @@ def test_a_compiled_block_has_it_too(
     assert torch.allclose(model(images()), want, atol=1e-5)
 
 
-def test_a_uniform_head_costs_one_token() -> None:
-    pooled = {"global_pool": "avg"}  # so that the last block needs all its tokens in each
+def test_flops_count_added_uniform_head_as_one_token() -> None:
+    pooled = {"global_pool": "avg"}  # so that the last block needs all tokens with every kind
     cost = {
         kind: flops(model, plan_blocks(model, [BlockMasks()] * 3))
         for kind in (None, *KINDS)
@@ -398,7 +398,7 @@ def test_a_uniform_head_costs_one_token() -> None:
     assert cost["parallel"] == cost["compensate"] == cost[None] + 3 * 2 * 32 * 8
 
 
-def test_a_network_that_grows_counts_it_too() -> None:
+def test_flops_share_of_growing_network_counts_uniform_head() -> None:
     shares = []
     for kind in (None, "parallel"):
         method = Tfm(built(kind), TfmSettings(), 0)
@@ -436,7 +436,9 @@ def test_a_network_that_grows_counts_it_too() -> None:
         ("replace", {}),
     ],
 )
-def test_pruned_inference_equals_the_masked_one(kind: str, settings: dict[str, Any]) -> None:
+def test_pruned_inference_with_context_equals_masked_inference(
+    kind: str, settings: dict[str, Any]
+) -> None:
     method = Meat(
         built(kind, options={"patch_size": 4}, **settings), MeatSettings(ffn_masks="neuron"), 0
     ).eval()
@@ -462,7 +464,7 @@ def test_pruned_inference_equals_the_masked_one(kind: str, settings: dict[str, A
     )
 
 
-def test_a_token_that_context_reads_is_computed() -> None:
+def test_masked_tokens_that_context_reads_are_computed() -> None:
     masks = [BlockMasks(tokens=torch.zeros(1, 4, dtype=torch.bool))] * 3
     plain, cb, last = (
         plan_blocks(model, masks) for model in (built(None), built(), built(blocks=[1]))
@@ -473,13 +475,13 @@ def test_a_token_that_context_reads_is_computed() -> None:
 
 
 @pytest.mark.parametrize("kind", ["parallel", "compensate"])
-def test_masks_of_tokens_refuse_heads_that_would_see_past_them(kind: str) -> None:
+def test_token_masks_refuse_parallel_uniform_heads(kind: str) -> None:
     with pytest.raises(UserError, match="uniform heads beside its attention"):
         Meat(built(kind), MeatSettings(), 0)
 
 
 # ---- settings ------------------------------------------------------------------------------------
-def test_without_it_keys_are_those_of_before_there_was_any() -> None:
+def test_backbone_keys_without_context_are_unchanged() -> None:
     plain, null = BackboneSettings(), BackboneSettings(context=None)
     assert (
         compute_key(key_inputs(plain), [])
@@ -492,7 +494,7 @@ def test_without_it_keys_are_those_of_before_there_was_any() -> None:
     }
     assert len(keys) == len(KINDS)
     stored = {"kind": "cb", "blocks": "all", "pool": "mean", "own": 1.0, "start": 0.0}
-    assert key_inputs(ContextSettings()) == stored, "later settings are left out at their default"
+    assert key_inputs(ContextSettings()) == stored, "newer settings are omitted at their defaults"
     again = BackboneSettings.model_validate_json(
         BackboneSettings(context=ContextSettings(kind="cbs", own=0.5)).model_dump_json()
     )
@@ -521,9 +523,7 @@ def test_without_it_keys_are_those_of_before_there_was_any() -> None:
         ),
     ],
 )
-def test_a_backbone_without_a_place_for_it_is_refused(
-    backbone: dict[str, Any], sentence: str
-) -> None:
+def test_context_on_unsuitable_backbone_is_refused(backbone: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         vit.outline(BackboneSettings.model_validate(backbone))
 
@@ -541,7 +541,7 @@ def test_a_backbone_without_a_place_for_it_is_refused(
         {"kind": "mean"},
     ],
 )
-def test_settings_that_say_nothing_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_or_ineffective_context_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         ContextSettings.model_validate(wrong)
     body = {
@@ -562,32 +562,32 @@ def test_settings_that_say_nothing_are_refused(wrong: dict[str, Any]) -> None:
     [{"kind": "cb"}, {"kind": "cbs"}, {"kind": "se", "place": "both"}],
     ids=["cb", "cbs", "se-both"],
 )
-def test_methods_learn_and_are_stored_with_it(
+def test_methods_learn_and_are_stored_with_context(
     lab: Lab, method: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stage_lab, "TINY", {**TINY, "context": settings})
-    # In 3 epochs its masks learn too little: 46 to 67 right answers with four seeds, 40 by chance.
+    # In 3 epochs MEAT learns too little: 46 to 67 correct answers with four seeds, 40 by chance.
     monkeypatch.setitem(stage_lab.SETTINGS, ("meat", "adamw"), {"train": {"epochs": 6}})
     for name in ("it_learns", "the_stored_bytes_are_the_method", "old_answers_stay"):
         if PROMISES[name].applies(METHODS[method]):
             PROMISES[name].check(lab, method, "adamw")
 
 
-def test_training_moves_the_scales(lab: Lab) -> None:
+def test_training_changes_context_scales(lab: Lab) -> None:
     run = lab.run_of("finetune", OPTIMIZERS["adamw"], backbone={**TINY, "context": {"kind": "cbs"}})
     scales = [t for name, t in run.carried(0).tensors.items() if name.endswith("context.scale")]
     assert len(scales) == 2
     assert all(bool((scale != 0).all()) for scale in scales)
 
 
-def test_the_context_of_a_run_has_a_part_in_its_answers(lab: Lab) -> None:
+def test_context_of_a_run_changes_its_served_answers(lab: Lab) -> None:
     plain = lab.run_of("dytox", OPTIMIZERS["adamw"], backbone=TINY)
     cb = lab.run_of("dytox", OPTIMIZERS["adamw"], backbone={**TINY, "context": {}})
     x = cb.images(0)
     served = cb.served(0)
     assert any(name.endswith("mlp.context") for name, _ in served.named_modules())
     assert not any("context" in name for name, _ in served.decoder.named_modules()), (
-        "of one token it would be nothing"
+        "the context of one token is the identity"
     )
     assert not torch.allclose(
         compute_task_logits(plain.served(0), x, "two"),

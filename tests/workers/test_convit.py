@@ -1,5 +1,4 @@
-"""DyTox's encoder and its task attention: against their equations written out one image, and one
-token, at a time."""
+"""Tests of DyTox's encoder and task attention: they equal their equations written out."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ def shaken(module: nn.Module) -> Any:
 
 # ---- gated positional self-attention -------------------------------------------------------------
 def written_out(layer: GatedAttention, x: Tensor) -> tuple[Tensor, Tensor]:
-    """ConViT's own form: the table of positions for each image, content and position mixed, rows
-    divided by their sums."""
+    """Return the output and attention of ConViT's own form: a position table for each image, a mix
+    of content and position, and rows divided by their sums."""
     b, n, width = x.shape
     side, heads = math.isqrt(n), layer.num_heads
     r = torch.tensor(
@@ -68,7 +67,7 @@ def written_out(layer: GatedAttention, x: Tensor) -> tuple[Tensor, Tensor]:
     return layer.proj((a @ v).transpose(1, 2).reshape(b, n, width)), a
 
 
-def test_the_fast_form_is_the_written_out_one_in_values_and_gradients() -> None:
+def test_gated_attention_matches_reference_values_and_gradients() -> None:
     encoder: Any = ConViT(**SMALL)
     layer = shaken(encoder.blocks[1].attn)
     x = torch.randn(3, 16, 48, dtype=torch.float64, requires_grad=True)
@@ -85,14 +84,14 @@ def test_the_fast_form_is_the_written_out_one_in_values_and_gradients() -> None:
         assert torch.allclose(gradient, expected_gradient, atol=1e-10)
 
 
-def test_offsets_are_columns_then_rows_then_squares() -> None:
+def test_offsets_hold_column_row_and_squared_distance() -> None:
     r = offsets(3)
     assert r[0, 5].tolist() == [2, 1, 5]
     assert r[5, 0].tolist() == [-2, -1, 5]
     assert r[4, 4].tolist() == [0, 0, 0]
 
 
-def test_it_starts_as_a_convolution_of_three_by_three() -> None:
+def test_convit_starts_as_three_by_three_convolution() -> None:
     model = ConViT(**CIFAR)
     for block in model.blocks:
         attn: Any = block.attn
@@ -101,15 +100,17 @@ def test_it_starts_as_a_convolution_of_three_by_three() -> None:
         assert {tuple(row) for row in attn.pos_proj.weight[:9].tolist()} == {
             (2.0 * x, 2.0 * y, -1.0) for x in (-1, 0, 1) for y in (-1, 0, 1)
         }
-        assert attn.pos_proj.weight[:9].tolist()[5] == [2.0, 0.0, -1.0], "columns first"
-        assert attn.pos_proj.weight[9:].abs().max() < 0.11, "the others start as any layer"
+        assert attn.pos_proj.weight[:9].tolist()[5] == [2.0, 0.0, -1.0], "columns must come first"
+        assert attn.pos_proj.weight[9:].abs().max() < 0.11, (
+            "other heads start like any linear layer"
+        )
         position_scores = attn.pos_proj(attn.offsets).permute(2, 0, 1).softmax(-1)
-        assert position_scores[5, 27].argmax() == 28, "the patch to the right"
+        assert position_scores[5, 27].argmax() == 28, "head 5 attends to the patch to the right"
 
 
-def test_patches_and_positions_are_tied_to_their_places() -> None:
-    """Permuting patches with their positional rows is nothing to plain attention, and something to
-    this one (T11)."""
+def test_convit_blocks_depend_on_patch_order() -> None:
+    """Permuting patches together with their position embeddings changes the output, unlike with
+    plain attention (T11)."""
     model = shaken(ConViT(**SMALL))
     x, order = (
         torch.randn(2, 16, 48, dtype=torch.float64),
@@ -122,7 +123,7 @@ def test_patches_and_positions_are_tied_to_their_places() -> None:
     ("options", "patch_embed", "positions"),
     [(CIFAR, 18_816, 24_576), ({"img_size": 224, "patch_size": 16}, 295_296, 75_264)],
 )
-def test_the_encoder_has_the_papers_parameters_to_the_unit(
+def test_convit_parameter_counts_equal_the_papers(
     options: dict[str, int], patch_embed: int, positions: int
 ) -> None:
     with torch.device("meta"):
@@ -135,7 +136,7 @@ def test_the_encoder_has_the_papers_parameters_to_the_unit(
     assert parameters(TaskAttention(384, 12)) == 1_773_312
 
 
-def test_stochastic_depth_rises_as_if_the_decoder_were_the_sixth_block() -> None:
+def test_stochastic_depth_counts_the_decoder_as_sixth_block() -> None:
     model: Any = vit.build(
         BackboneSettings(name="convit_local", img_size=32, weights="none", drop_path=0.1)
     )
@@ -144,7 +145,7 @@ def test_stochastic_depth_rises_as_if_the_decoder_were_the_sixth_block() -> None
     )
 
 
-def test_it_is_a_backbone_like_any_other() -> None:
+def test_convit_supports_the_backbone_interface() -> None:
     settings = BackboneSettings(
         name="convit_local",
         img_size=16,
@@ -164,8 +165,8 @@ def test_it_is_a_backbone_like_any_other() -> None:
 
 # ---- task attention ------------------------------------------------------------------------------
 def one_at_a_time(block: TaskAttention, token: Tensor, patches: Tensor) -> Tensor:
-    """The paper's: one token before the patches, keys and values of all of them. (D,), (B, N, D) ->
-    (B, D)."""
+    """Return the paper's form: one token before the patches, with keys and values of token and
+    patches. Shapes: (D,), (B, N, D) -> (B, D)."""
     b, heads = len(patches), block.num_heads
     z = block.norm1(torch.cat([token.expand(b, 1, -1), patches], 1))
     q = block.q(z[:, :1]).view(b, 1, heads, -1).transpose(1, 2)
@@ -180,7 +181,7 @@ def one_at_a_time(block: TaskAttention, token: Tensor, patches: Tensor) -> Tenso
     return embedding
 
 
-def test_all_tokens_at_once_are_the_loop_over_tokens_in_values_and_gradients() -> None:
+def test_batched_task_attention_matches_token_loop_in_values_and_gradients() -> None:
     block = shaken(TaskAttention(48, 6))
     tokens, patches = (
         torch.randn(*shape, dtype=torch.float64, requires_grad=True)
@@ -199,7 +200,7 @@ def test_all_tokens_at_once_are_the_loop_over_tokens_in_values_and_gradients() -
         assert torch.allclose(gradient, expected_gradient, atol=1e-10)
 
 
-def test_a_token_knows_nothing_of_another() -> None:
+def test_task_attention_output_is_independent_of_other_task_tokens() -> None:
     block = shaken(TaskAttention(48, 6))
     tokens, patches = (
         torch.randn(4, 48, dtype=torch.float64),
@@ -212,7 +213,7 @@ def test_a_token_knows_nothing_of_another() -> None:
     assert not torch.allclose(before[:, 2], after[:, 2])
 
 
-def test_the_order_of_patches_is_nothing_to_it() -> None:
+def test_task_attention_is_invariant_to_patch_order() -> None:
     block = shaken(TaskAttention(48, 6))
     tokens, patches = (
         torch.randn(4, 48, dtype=torch.float64),

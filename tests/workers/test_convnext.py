@@ -1,5 +1,4 @@
-"""ConvNeXts as backbones: how they are built, sized, loaded, digested and compiled, and what every
-method does with one."""
+"""Tests of ConvNeXt backbones: construction, loading, digests, compilation, and all methods."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from workers.model.noise import DrawnDropPath, draw_paths
 from workers.model.norms import norm_parameter_names
 from workers.rng import StepRng
 
-SMALL = {"depths": [1, 2, 1, 1], "dims": [8, 16, 16, 32], "patch_size": 1}  # a total stride of 8
+SMALL = {"depths": [1, 2, 1, 1], "dims": [8, 16, 16, 32], "patch_size": 1}  # total stride 8
 TINY = BackboneSettings(name="convnext_atto", img_size=16, options=SMALL)
 REFUSED = {
     "aper": "first_session is 'adapter', which works on .*set first_session to finetune",
@@ -35,7 +34,8 @@ REFUSED = {
 
 
 def convnext(img_size: int = 16, **options: Any) -> Any:
-    """With all its parameters drawn: timm starts layer scale too small for blocks to matter."""
+    """Return a ConvNeXt with random parameters. timm's initial layer scale is too small for blocks
+    to matter."""
     torch.manual_seed(0)
     model = vit.build(TINY.model_copy(update={"img_size": img_size, "options": SMALL | options}))
     for name, p in model.named_parameters():
@@ -43,11 +43,11 @@ def convnext(img_size: int = 16, **options: Any) -> Any:
     return model.eval()
 
 
-# ---- built ---------------------------------------------------------------------------------------
+# ---- construction --------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "name", ["convnext_atto", "convnext_tiny_hnf", "convnextv2_atto", "convnext_zepto_rms_ols"]
 )
-def test_it_leaves_features_that_heads_read(name: str) -> None:
+def test_convnext_variants_return_flat_features(name: str) -> None:
     settings = TINY.model_copy(update={"name": name, "img_size": 32})
     assert isinstance(vit.outline(settings), ConvNeXt)
     model: Any = vit.build(settings).eval()
@@ -65,7 +65,7 @@ def test_it_leaves_features_that_heads_read(name: str) -> None:
         (12, {}, 8),
     ],
 )
-def test_an_image_that_strides_do_not_divide_is_refused(
+def test_image_size_not_divisible_by_total_stride_is_refused(
     img_size: int, options: dict[str, Any], stride: int
 ) -> None:
     settings = TINY.model_copy(update={"img_size": img_size, "options": SMALL | options})
@@ -97,13 +97,13 @@ def test_an_image_that_strides_do_not_divide_is_refused(
         ),
     ],
 )
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], says: str) -> None:
+def test_unsupported_convnext_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         vit.outline(TINY.model_copy(update={"options": SMALL | options}))
 
 
 @pytest.mark.parametrize("kind", ["cb", "cbs", "replace", "parallel"])
-def test_context_broadcasting_is_for_tokens(kind: Any) -> None:
+def test_context_broadcasting_is_refused_for_convnext(kind: Any) -> None:
     with pytest.raises(
         UserError,
         match=f"backbone.context.kind is '{kind}', and the backbone is a ConvNeXt, which has no "
@@ -112,7 +112,7 @@ def test_context_broadcasting_is_for_tokens(kind: Any) -> None:
         vit.outline(TINY.model_copy(update={"context": ContextSettings(kind=kind)}))
 
 
-def test_stochastic_depth_is_drawn_by_sample() -> None:
+def test_stochastic_depth_is_drawn_per_sample() -> None:
     model = vit.build(TINY.model_copy(update={"drop_path": 0.5}))
     paths = [m for m in model.modules() if isinstance(m, DrawnDropPath)]
     assert [p.drop_prob for p in paths] == pytest.approx([0.125, 0.25, 0.375, 0.5])
@@ -126,11 +126,11 @@ def test_stochastic_depth_is_drawn_by_sample() -> None:
     assert not torch.allclose(model.eval()(images()), whole, atol=1e-2)
 
 
-# ---- loaded --------------------------------------------------------------------------------------
+# ---- loading -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "options", [{}, {"head_norm_first": True}, {"use_grn": True, "ls_init_value": None}]
 )
-def test_published_weights_are_read_with_their_last_norm_and_without_their_classifier(
+def test_weight_file_loads_last_norm_and_ignores_classifier(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     source, path = convnext(**options), str(tmp_path / "convnext.safetensors")
@@ -184,7 +184,7 @@ def as_released(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return renamed_state
 
 
-def test_the_hubs_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timm_hub_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     create = timm.create_model
     source: Any = create(
         "convnext_atto", num_classes=7, depths=(1, 2, 1, 1), dims=(8, 16, 16, 32), patch_size=1
@@ -202,7 +202,7 @@ def test_the_hubs_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(model.eval()(images()), expected)
 
 
-def test_stored_weights_are_the_backbone_and_its_digest_sees_the_last_norm() -> None:
+def test_convnext_round_trips_bytes_and_digest_includes_last_norm() -> None:
     one = convnext()
     two: Any = vit.build(TINY)
     vit.from_bytes(two, vit.to_bytes(one), "weights")
@@ -218,7 +218,7 @@ def test_stored_weights_are_the_backbone_and_its_digest_sees_the_last_norm() -> 
 
 
 @pytest.mark.slow
-def test_each_block_is_compiled_for_all_stages_with_and_without_gradients() -> None:
+def test_each_convnext_block_compiles_with_and_without_gradients() -> None:
     model, plain = convnext(), convnext()
     torch.compiler.reset()
     vit.compile_blocks(model, backend="eager")
@@ -233,7 +233,7 @@ def test_each_block_is_compiled_for_all_stages_with_and_without_gradients() -> N
                 )
 
 
-# ---- under every method --------------------------------------------------------------------------
+# ---- methods -------------------------------------------------------------------------------------
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_convnext_works_or_is_refused_before_run(lab: Lab, name: str) -> None:

@@ -1,5 +1,4 @@
-"""Cosine heads: what they compare, where new class vectors start, and the worked values of the
-losses on similarities."""
+"""Tests of cosine heads, initial class vectors, and the worked values of losses on similarities."""
 
 from __future__ import annotations
 
@@ -35,11 +34,11 @@ def test_an_output_is_the_scaled_cosine_with_the_class_vector() -> None:
     assert layer(h).shape == (6, layer.out_features) == (6, 3)
     assert torch.allclose(layer(h), 3.0 * expected, atol=1e-6)
     assert torch.allclose(layer(7 * h), layer(h), atol=1e-6), (
-        "the length of features has no part in it"
+        "the length of features must not matter"
     )
 
 
-def test_of_several_proxies_each_counts_by_the_softmax_of_its_own_cosine() -> None:
+def test_proxies_are_weighted_by_softmax_of_their_cosines() -> None:
     layer, h = heads(proxies=4)["a"], features()
     expected = torch.zeros(6, 3)
     for i in range(6):
@@ -51,7 +50,7 @@ def test_of_several_proxies_each_counts_by_the_softmax_of_its_own_cosine() -> No
     assert layer(h).abs().max() <= 3.0
 
 
-def test_new_vectors_start_evenly_and_the_same_whatever_came_before() -> None:
+def test_initial_vectors_are_uniform_and_independent_of_other_heads() -> None:
     one, other = heads(), CosineHeads(D)
     other.add("b", 2, 0)
     assert torch.equal(one["b"].weight, other["b"].weight)
@@ -63,7 +62,7 @@ def test_new_vectors_start_evenly_and_the_same_whatever_came_before() -> None:
 
 
 @pytest.mark.parametrize("proxies", [1, 3])
-def test_new_classes_leave_old_outputs_as_they_are(proxies: int) -> None:
+def test_new_classes_do_not_change_old_outputs(proxies: int) -> None:
     cosine_heads, h = heads(proxies), features()
     before = cosine_heads["a"](h), cosine_heads["b"](h)
     cosine_heads.add("c", 4, 0)
@@ -72,7 +71,7 @@ def test_new_classes_leave_old_outputs_as_they_are(proxies: int) -> None:
     )
 
 
-def test_there_is_one_scale_and_every_stored_head_has_it() -> None:
+def test_heads_share_one_scale_stored_with_each_head() -> None:
     cosine_heads, h = heads(), features()
     assert sum(name.endswith("scale") for name, _ in cosine_heads.named_parameters()) == 1
     with torch.no_grad():
@@ -94,7 +93,7 @@ def test_there_is_one_scale_and_every_stored_head_has_it() -> None:
     assert float(stored["a"]["scale"]) == 6.0
 
 
-def test_the_scale_that_was_restored_last_counts_for_all() -> None:
+def test_last_restored_scale_applies_to_all_heads() -> None:
     both_heads = heads(scale=3.0)
     later = {**both_heads.export("b"), "scale": torch.tensor(5.0)}
     both_heads.restore("b", later)
@@ -110,7 +109,7 @@ def test_a_copied_head_keeps_its_own_scale() -> None:
     assert torch.equal(head_copy(h), before)
 
 
-def test_the_linear_head_of_a_base_task_is_passed_over() -> None:
+def test_linear_head_of_base_task_is_ignored() -> None:
     cosine_heads = CosineHeads(D)
     cosine_heads.restore("base", torch.nn.Linear(D, 3).state_dict())
     assert cosine_heads.names == []
@@ -137,8 +136,8 @@ def test_imprinted_vector_is_scaled_mean_of_unit_vectors() -> None:
 
 
 def test_proxies_point_along_the_clusters_of_their_class() -> None:
-    """Two directions in each class, far apart, with a little noise: the proxies find both, whatever
-    the lengths of features."""
+    """Each class has two distant directions with a little noise. The proxies find both, for any
+    lengths of features."""
     axes = torch.eye(D)[:4]
     noise = 0.01 * torch.randn(40, D, generator=torch.Generator().manual_seed(1))
     h = (axes[torch.arange(40) % 4] + noise) * torch.linspace(1, 9, 40)[:, None]
@@ -151,9 +150,8 @@ def test_proxies_point_along_the_clusters_of_their_class() -> None:
     assert torch.allclose(vectors.norm(dim=2), torch.full((2, 2), 2.0), atol=1e-6)
 
 
-def test_clusters_are_those_of_lloyds_algorithm() -> None:
-    """At the end each centre is the mean of the points that are nearest to it; the same again from
-    the same seed."""
+def test_k_means_centres_are_means_of_nearest_points() -> None:
+    """Each centre is the mean of its nearest points, and the same seed gives the same centres."""
     points = normalise(features(60))
     centres = k_means(points, 5, torch.Generator().manual_seed(3))
     nearest = torch.cdist(points, centres).argmin(1)
@@ -165,7 +163,7 @@ def test_clusters_are_those_of_lloyds_algorithm() -> None:
     assert not torch.equal(centres, k_means(points, 5, torch.Generator().manual_seed(4)))
 
 
-def test_one_cluster_is_the_mean() -> None:
+def test_single_k_means_centre_is_the_mean() -> None:
     points = normalise(features(7))
     assert torch.allclose(
         k_means(points, 1, torch.Generator().manual_seed(0)),
@@ -175,7 +173,7 @@ def test_one_cluster_is_the_mean() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_too_few_points_or_equal_ones_still_give_every_centre(n: int) -> None:
+def test_k_means_returns_all_centres_for_few_or_equal_points(n: int) -> None:
     points = normalise(features(1)).expand(n, D) if n > 2 else normalise(features(n))
     centres = k_means(points, 4, torch.Generator().manual_seed(0))
     assert centres.shape == (4, D)
@@ -189,13 +187,13 @@ def test_too_few_points_or_equal_ones_still_give_every_centre(n: int) -> None:
 S = torch.tensor([[0.8, 0.3, 0.6, 0.5], [0.1, 0.2, 0.9, 0.4]], dtype=torch.float64)
 
 
-def test_the_margin_has_the_worked_value() -> None:
+def test_margin_loss_has_the_worked_value() -> None:
     each = margin_rank(S, torch.tensor([0, 1]), 2, 2, 0.5)
     assert each.tolist() == pytest.approx([0.25, 0.95])
     assert float(each.mean()) == pytest.approx(0.6)
 
 
-def test_the_margin_looks_at_the_most_similar_new_classes_alone() -> None:
+def test_margin_loss_uses_only_most_similar_new_classes() -> None:
     assert margin_rank(S, torch.tensor([0, 1]), 2, 1, 0.5).tolist() == pytest.approx([0.3, 1.2])
     other = S.clone()
     other[0, 1] = 5.0  # another old class
@@ -205,11 +203,11 @@ def test_the_margin_looks_at_the_most_similar_new_classes_alone() -> None:
     )
 
 
-def test_samples_of_new_classes_have_no_margin() -> None:
+def test_margin_loss_is_zero_for_samples_of_new_classes() -> None:
     assert margin_rank(S, torch.tensor([2, 3]), 2, 2, 0.5).tolist() == [0.0, 0.0]
 
 
-def test_old_classes_that_are_far_enough_ahead_cost_nothing() -> None:
+def test_margin_loss_is_zero_beyond_the_margin() -> None:
     ahead = torch.tensor([[0.9, 0.0, 0.4, 0.1], [0.3, 0.75, 0.25, -0.2]], dtype=torch.float64)
     assert margin_rank(ahead, torch.tensor([0, 1]), 2, 2, 0.5).tolist() == [0.0, 0.0]
     assert (
@@ -226,28 +224,28 @@ SIMS, LABELS = (
 )
 
 
-def test_nca_has_the_worked_value() -> None:
+def test_nca_loss_has_the_worked_value() -> None:
     assert float(nca(SIMS, LABELS, 2.0, 0.6, hinge=False)) == pytest.approx(1.27525160, abs=1e-8)
     one = [float(nca(SIMS[i : i + 1], LABELS[i : i + 1], 2.0, 0.6, hinge=False)) for i in range(2)]
     assert one == pytest.approx([0.2375, 2.3130], abs=1e-4)
 
 
-def test_the_own_class_is_no_part_of_the_sum() -> None:
-    """One unit further to the right, a sample costs eta less, without end; with the own class in
-    the sum it would flatten out."""
+def test_nca_sum_excludes_the_own_class() -> None:
+    """If the similarity to the own class grows by 1, the loss falls by eta, without limit. With the
+    own class in the sum, the loss would saturate."""
     further = SIMS + F.one_hot(LABELS, 3)
     assert float(
         nca(SIMS, LABELS, 2.0, 0.6, False) - nca(further, LABELS, 2.0, 0.6, False)
     ) == pytest.approx(2.0, abs=1e-12)
 
 
-def test_the_margin_of_nca_costs_eta_times_its_size() -> None:
+def test_nca_margin_adds_eta_times_margin_to_loss() -> None:
     assert float(
         nca(SIMS, LABELS, 2.0, 0.6, False) - nca(SIMS, LABELS, 2.0, 0.0, False)
     ) == pytest.approx(1.2, abs=1e-12)
 
 
-def test_a_sample_that_is_right_by_far_costs_nothing_under_the_hinge() -> None:
+def test_nca_hinge_ignores_clearly_correct_samples() -> None:
     sims = SIMS.clone()
     sims[0, 0] = 5.0
     sims.requires_grad_()

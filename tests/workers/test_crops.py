@@ -1,4 +1,4 @@
-"""Random resized crops: boxes drawn against the sides of the original, and torchvision's pixels."""
+"""Tests of random resized crops: boxes relative to the original image, and torchvision's pixels."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def draws(
     flip: float = 0.5,
     step: tuple[int, int, int] = (1, 0, 0),
 ) -> CropDraws:
-    """The crops of a step, which is seed, epoch and step."""
+    """Draw the crops of a step. step: seed, epoch and step."""
     rng = StepRng(*step, torch.arange(0), size, CPU)
     return CropDraws.draw(rng, torch.arange(size), scale, flip)
 
 
 def photograph(height: int, width: int, seed: int = 0) -> np.ndarray:
-    """uint8 (height, width, 3): coarse shapes and fine noise, as photographs have."""
+    """Return coarse shapes with fine noise, like a photograph, uint8 (height, width, 3)."""
     generator = np.random.default_rng(seed)
     rough = Image.fromarray(generator.integers(0, 256, (9, 7, 3), np.uint8))
     smooth = np.asarray(rough.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int64)
@@ -39,18 +39,18 @@ def photograph(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 def resized(pixels: np.ndarray, box: Box, side: int) -> np.ndarray:
-    """uint8 (side, side, 3)."""
+    """Return the resized box of an image, uint8 (side, side, 3)."""
     return Cutter(side).resize(pixels, box)
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
-    """Mean absolute difference of pixels, from 0 to 255."""
+    """Return the mean absolute difference of pixels, from 0 to 255."""
     return float(np.abs(one.astype(np.int64) - other.astype(np.int64)).mean())
 
 
 @pytest.mark.parametrize("side", [32, 128, 224])
 @pytest.mark.parametrize("sides", [(400, 400), (375, 500), (61, 32)])
-def test_a_box_has_the_pixels_of_torchvision(side: int, sides: Any) -> None:
+def test_resized_crop_matches_torchvision_pixels(side: int, sides: Any) -> None:
     pixels = photograph(*sides)
     planes = torch.from_numpy(pixels).permute(2, 0, 1)
     boxes = draws(6)
@@ -97,13 +97,13 @@ def test_crop_boxes_match_distribution_of_torchvision() -> None:
         ((1, 1), Box(0, 0, 1, 1)),
     ],
 )
-def test_where_no_box_fits_it_is_the_largest_central_one(sides: Any, expected: Box) -> None:
+def test_largest_central_box_is_used_if_no_box_fits(sides: Any, expected: Box) -> None:
     assert make_central_box(*sides) == expected
     if sides[0] != sides[1]:
         assert draws(1, (1.0, 1.0)).box(0, *sides) == expected
 
 
-def test_a_sample_has_the_same_box_whichever_others_are_asked_for() -> None:
+def test_box_of_a_sample_is_independent_of_other_samples() -> None:
     rng = StepRng(1, 0, 0, torch.arange(0), 8, CPU)
     some = CropDraws.draw(rng, torch.tensor([2, 5]), (0.08, 1.0), 0.5)
     everything = draws(8)
@@ -112,7 +112,7 @@ def test_a_sample_has_the_same_box_whichever_others_are_asked_for() -> None:
         assert some.flips[index] == everything.flips[position]
 
 
-def test_draws_change_with_seed_epoch_step_and_position_and_with_nothing_else() -> None:
+def test_crop_draws_depend_only_on_seed_epoch_step_and_position() -> None:
     torch.manual_seed(1)
     first = draws(8)
     torch.manual_seed(2)
@@ -138,6 +138,6 @@ def test_reduced_image_gives_same_crop_region() -> None:
 
 
 @pytest.mark.parametrize("box", [Box(0, 0, 1, 1), Box(999, 0, 1, 1), Box(998, 3, 2, 1)])
-def test_the_smallest_box_has_a_pixel_of_a_much_reduced_image(box: Box) -> None:
+def test_smallest_box_contains_a_pixel_of_reduced_image(box: Box) -> None:
     picture = Picture(photograph(9, 3), 1000, 4)
     assert resized(picture.pixels, scale_box(box, picture), 5).any()

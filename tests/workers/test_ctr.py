@@ -1,4 +1,4 @@
-"""CTR: what is locked and what is forgotten, masks and sizes."""
+"""Tests of CTR: forgetting, locks, masks and sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from workers.model.vit import build, compute_digest
 from workers.storage.taskstate import Carried, TaskState
 
 RATES = rates(8.0)
-STEPS = 4  # of an epoch
+STEPS = 4  # per epoch
 SMALL: dict[type[CtrTsm], dict[str, Any]] = {
     CtrTsm: {"width": 8},
     CtrFull: {"width": 8, "max_tasks": 3, "filters": 5},
@@ -64,7 +64,7 @@ def stepped(method: CtrTsm, optimizer: torch.optim.Optimizer) -> None:
 def stream(
     cls: type[CtrTsm] = CtrTsm, optimizer: str = "adamw", tasks: tuple[Task, ...] = (ONE, TWO)
 ) -> list[Left]:
-    """Each task on a backbone of its own, as stages are."""
+    """Train each task with a new method and backbone, as stages do."""
 
     def learn(task: Task, carried: Carried | None) -> Left:
         method: CtrTsm = ctr(cls, mask_lr=0.05)
@@ -76,7 +76,7 @@ def stream(
 
 
 def served(done: list[Left], cls: type[CtrTsm] = CtrTsm) -> Any:
-    """The method as it stands after the last of `done`."""
+    """Return the method that serves after the last task of `done`."""
     return serving(ctr(cls), [state for state, _ in done], done[-1][1])
 
 
@@ -92,7 +92,7 @@ def test_answers_stay_bit_for_bit_through_later_tasks(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_without_putting_locked_entries_back_decay_changes_the_answers(
+def test_without_restoring_locked_entries_weight_decay_changes_answers(
     optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
@@ -110,7 +110,7 @@ def test_without_gate_and_restore_the_first_task_is_forgotten(
 
 
 def test_locked_entries_get_no_gradient_and_stay_while_others_move() -> None:
-    """And the other way round: what no earlier task uses is free to learn."""
+    """Entries that no earlier task uses can still be trained."""
     carried, method = stream(tasks=(ONE,))[0][1], ctr(mask_lr=0.05)
     optimizer = started(method, TWO, carried)
     locks = method.locks()
@@ -121,7 +121,7 @@ def test_locked_entries_get_no_gradient_and_stay_while_others_move() -> None:
     }.keys() == locks.keys()
     method.loss(batch(1, 3), Progress(0, 1, 1, STEPS))[0].backward()
     assert all((p.grad[lock.expand_as(p)] != 0).any() for p, lock in locks.values()), (
-        "else there is nothing to hold back"
+        "locked entries must have a gradient before it is removed"
     )
     method.after_backward()
     assert all((p.grad[lock.expand_as(p)] == 0).all() for p, lock in locks.values())
@@ -132,7 +132,7 @@ def test_locked_entries_get_no_gradient_and_stay_while_others_move() -> None:
         assert (p[~wide] != before[~wide]).any()
 
 
-def test_an_entry_is_locked_where_both_its_ends_are_used() -> None:
+def test_weight_is_locked_if_both_its_units_are_used() -> None:
     """HAT's rule, 1 - min(out, in): out = (1, 0), in = (1, 0, 1)."""
     method = ctr(width=3)
     method.used = torch.zeros(4, 3 + 32, dtype=torch.bool)
@@ -144,10 +144,12 @@ def test_an_entry_is_locked_where_both_its_ends_are_used() -> None:
     )
     assert locks["down_bias"][1].tolist() == [True, False, True]
     assert locks["up_bias"][1].tolist() == [True] + [False] * 31
-    assert not any(lock[[0, 2, 3]].any() for lock in locks.values()), "other sites"
+    assert not any(lock[[0, 2, 3]].any() for lock in locks.values()), (
+        "other sites must stay unlocked"
+    )
 
 
-def test_used_units_are_those_of_all_stored_masks() -> None:
+def test_used_units_are_the_union_of_stored_masks() -> None:
     done, union = stream(tasks=(ONE, TWO, THREE)), torch.zeros(4, 8 + 32, dtype=torch.bool)
     for position, (state, carried) in enumerate(done):
         union |= torch.cat([state.masks["inner"], state.masks["outer"]], 1)
@@ -156,7 +158,7 @@ def test_used_units_are_those_of_all_stored_masks() -> None:
 
 
 @pytest.mark.parametrize("cls", [CtrTsm, CtrFull])
-def test_the_backbone_is_not_touched(cls: type[CtrTsm]) -> None:
+def test_training_does_not_change_the_backbone(cls: type[CtrTsm]) -> None:
     method = ctr(cls)
     stepped(method, started(method, ONE))
     assert (
@@ -179,9 +181,9 @@ def test_without_output_units_the_adapters_are_the_identity() -> None:
     assert not torch.allclose(answers(method), expected, atol=1e-3)
 
 
-def test_masks_in_the_weights_are_masks_on_the_units() -> None:
-    """Same features, and the gradient of an embedding is the published one, s_max sigmoid(e)
-    sigmoid(-e) dL/dm."""
+def test_masked_weights_equal_masked_units() -> None:
+    """The features are equal, and the gradient of an embedding is the published one:
+    s_max sigmoid(e) sigmoid(-e) dL/dm."""
     method = ctr(s_max=10.0, width=3)
     started(method, ONE)
     a, x = method.adapters, torch.randn(2, 5, 32)
@@ -220,8 +222,8 @@ def test_masks_harden_in_every_epoch() -> None:
 def test_adapter_hat_loss_penalises_newly_used_units(
     cls: type[CtrTsm],
 ) -> None:
-    """R of the first task is the mean of its masks; of a later one, that over units that are free.
-    Never that of another task."""
+    """For the first task, R is the mean of its masks; for a later task, the mean over unused units.
+    It never includes masks of other tasks."""
     method, progress = ctr(cls, c=0.5), Progress(0, 1, 1, STEPS)
     started(method, ONE)
     loss, terms = method.loss(batch(), progress)
@@ -236,7 +238,7 @@ def test_adapter_hat_loss_penalises_newly_used_units(
 
 
 def test_embeddings_can_cross_zero_within_the_schedule() -> None:
-    """However many steps there are, and N(0, 1) starts nearly all of them within reach."""
+    """Learning rate times steps is 4, and nearly all N(0, 1) starts lie within this range."""
     for steps in (12.0, 3000.0):
         method = ctr()
         groups = method.begin(
@@ -256,8 +258,8 @@ def test_embeddings_stay_within_six() -> None:
     assert method.mask.embedding.abs().max() == 6
 
 
-def test_the_stored_size_is_the_formula() -> None:
-    """(A + d) 2 L bits: 768 bytes for a ViT-Ti with 64 units."""
+def test_stored_size_matches_the_formula() -> None:
+    """The masks take (A + d) 2 L bits: 768 bytes for a ViT-Ti with 64 units."""
     torch.manual_seed(0)
     method = CtrTsm(build(BackboneSettings()), CtrSettings(), seed=1)
     method.begin(step_context(TWO, "train", None, RATES, (TWO,)))
@@ -281,7 +283,7 @@ def test_a_base_task_is_served_by_the_backbone(cls: type[CtrTsm]) -> None:
     assert torch.equal(answers(method, BASE), vit(patch_size=4)(images()) @ head["weight"].T)
 
 
-def test_settings_and_states_that_cannot_work_are_refused() -> None:
+def test_invalid_settings_and_states_are_refused() -> None:
     with pytest.raises(UserError, match=r"mask_lr is 'auto' with train.optimizer 'sgd'"):
         CtrTsm.validate(CtrSettings(), TrainSettings(optimizer="sgd"), DataSettings(), "task")
     CtrTsm.validate(
@@ -297,7 +299,7 @@ def test_settings_and_states_that_cannot_work_are_refused() -> None:
         method.loss(batch(), Progress(0, 0, 3, 1))
 
 
-def test_it_says_when_units_run_out() -> None:
+def test_warning_is_given_when_units_run_out() -> None:
     method = ctr()
     started(method, ONE)
     assert not method.warnings()

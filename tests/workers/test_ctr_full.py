@@ -1,5 +1,4 @@
-"""CTR as a whole: the knowledge-sharing module against its equations, written out, and what it does
-to earlier tasks."""
+"""Tests of the full CTR: the knowledge-sharing module against its equations, and earlier tasks."""
 
 from __future__ import annotations
 
@@ -52,8 +51,8 @@ def module(tasks: int = 3, filters: int = 4) -> dict[str, Tensor]:
 
 
 def by_equations(x: Tensor, m: dict[str, Tensor], noise: Tensor | None) -> Tensor:
-    """The published module with its intended order of indices: loops over images, tasks and
-    tokens."""
+    """Compute the published module, with its intended order of indices, in loops over images, tasks
+    and tokens."""
 
     def pooled(u: Tensor, kind: str, added: Tensor | float = 0.0) -> Tensor:  # u: (N, 9)
         maxima = []
@@ -87,20 +86,20 @@ def by_equations(x: Tensor, m: dict[str, Tensor], noise: Tensor | None) -> Tenso
 
 
 @pytest.mark.parametrize("noisy", [False, True])
-def test_knowledge_is_shared_as_the_equations_say(noisy: bool) -> None:
+def test_knowledge_sharing_matches_the_equations(noisy: bool) -> None:
     m, x = module(), torch.randn(6, 8, 6, generator=torch.Generator().manual_seed(1)) * 2
     noise = torch.rand(6, 3, generator=torch.Generator().manual_seed(2)) if noisy else None
     output = knowledge(x, **m, noise=None if noise is None else noise.logit())
     assert torch.allclose(output, by_equations(x, m, noise), atol=1e-5)
     assert not torch.allclose(output, by_equations(x, m, torch.full((6, 3), 1e-9)), atol=1e-3), (
-        "some gate is open"
+        "at least one gate must be open"
     )
     assert not torch.allclose(
         output, by_equations(x, m, torch.full((6, 3), 1 - 1e-6)), atol=1e-3
-    ), "and some is closed"
+    ), "at least one gate must be closed"
 
 
-def test_the_bottleneck_sees_what_is_known_and_adds_to_what_came_in() -> None:
+def test_bottleneck_transforms_shared_knowledge_and_adds_its_input() -> None:
     m, x = module(), torch.randn(2, 8, 6)
     down, down_bias, up, up_bias = (
         torch.randn(4, 6),
@@ -124,8 +123,8 @@ def test_squash_shrinks_a_capsule_and_keeps_its_direction() -> None:
     assert z.grad.isfinite().all()
 
 
-def test_a_capsule_sees_its_own_task_and_its_own_token() -> None:
-    """Later tasks do not change what earlier capsules say, nor does one token another."""
+def test_capsule_depends_only_on_its_own_task_and_token() -> None:
+    """Later tasks do not change earlier capsules, and a token does not change other tokens."""
     m, x = module(), torch.randn(2, 8, 6)
     u = capsules(x, m["p"], m["p_bias"], m["transfer"])  # (B, T, N, 9)
     later = {
@@ -136,7 +135,7 @@ def test_a_capsule_sees_its_own_task_and_its_own_token() -> None:
     assert not torch.allclose(u[:, 2], other[:, 2])
     assert torch.allclose(
         capsules(x, m["p"][:2], m["p_bias"][:2], m["transfer"][:2]), u[:, :2], atol=1e-6
-    ), "nor whether there are any"
+    ), "removing later tasks must not matter either"
     changed = capsules(x.index_fill(1, torch.tensor(3), 9.0), m["p"], m["p_bias"], m["transfer"])
     assert [not torch.equal(changed[:, :, n], u[:, :, n]) for n in range(8)] == [
         n == 3 for n in range(8)
@@ -144,7 +143,7 @@ def test_a_capsule_sees_its_own_task_and_its_own_token() -> None:
 
 
 @pytest.mark.parametrize("size", KERNELS)
-def test_the_strongest_window_is_a_pooled_convolution_with_its_gradient(size: int) -> None:
+def test_maximum_window_and_gradient_match_max_pooled_convolution(size: int) -> None:
     u, weight = (torch.randn(*shape, requires_grad=True) for shape in ((4, 9, 6), (5, size, 6)))
     maximum = find_maximum(u, weight, weight)
     expected = F.conv1d(u.transpose(1, 2), weight.transpose(1, 2)).amax(2)
@@ -158,8 +157,8 @@ def test_the_strongest_window_is_a_pooled_convolution_with_its_gradient(size: in
 
 
 FILTERS: Shapes = [(100, k, 9) for k in KERNELS for _ in ("key", "query")]
-# name -> function, its plain expression, and the shapes of its inputs in the dtype of activations
-# and in fp32, as under autocast
+# name -> function, its plain expression, and the shapes of its inputs: those in the dtype of
+# activations, and those in fp32 as under autocast
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Shapes, Shapes]] = {
     "squash": (squash, plain_squash, [(4, 17, 3, 3)], []),
     "maxima": (find_maxima, plain_maxima, [(8, 3, 17, 9)], FILTERS),
@@ -172,7 +171,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Shapes, Shape
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_few_operators_compute_the_bits_of_plain_expressions(name: str, dtype: torch.dtype) -> None:
+def test_fused_functions_are_bit_identical_to_plain_expressions(
+    name: str, dtype: torch.dtype
+) -> None:
     function, plain, shapes, exact_shapes = FUNCTIONS[name]
     torch.manual_seed(2)
     inputs = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
@@ -189,7 +190,7 @@ def test_few_operators_compute_the_bits_of_plain_expressions(name: str, dtype: t
             outputs = [*compute(*exact, dtype, *inputs)]
         else:
             u, *maxima = compute(*inputs, exact, [f.detach().to(dtype) for f in exact])
-            outputs = [*maxima, u * 2]  # u is used further
+            outputs = [*maxima, u * 2]  # u has another use
         generator = torch.Generator().manual_seed(5)
         weights = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in outputs]
         return [*outputs, *torch.autograd.grad(outputs, [*inputs, *exact], weights)]
@@ -200,7 +201,7 @@ def test_few_operators_compute_the_bits_of_plain_expressions(name: str, dtype: t
 
 
 # ---- the whole of CTR ----------------------------------------------------------------------------
-def test_capsules_of_later_tasks_get_no_gradient_and_wait_unchanged() -> None:
+def test_capsules_of_later_tasks_get_no_gradient_or_update() -> None:
     method = ctr(CtrFull, mask_lr=0.05)
     optimizer = started(method, TWO, stream(CtrFull, tasks=(ONE,))[0][1])
     start = {name: t.detach().clone() for name, t in method.capsules.named_parameters()}
@@ -210,7 +211,7 @@ def test_capsules_of_later_tasks_get_no_gradient_and_wait_unchanged() -> None:
     ]
     assert all((p.grad[:, 2:] == 0).all() for p in per_task)
     assert all((p.grad[:, c] != 0).any() for p in per_task for c in (0, 1)), (
-        "earlier ones go on learning"
+        "capsules of earlier tasks must continue to learn"
     )
     stepped(method, optimizer)
     for name, tensor in method.capsules.named_parameters():
@@ -222,7 +223,7 @@ def test_capsules_of_later_tasks_get_no_gradient_and_wait_unchanged() -> None:
             assert not moved[:, 2:].any()
 
 
-def test_without_their_lock_decay_moves_the_capsules_of_later_tasks(
+def test_capsules_of_later_tasks_decay_without_protection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
@@ -232,9 +233,9 @@ def test_without_their_lock_decay_moves_the_capsules_of_later_tasks(
     assert (method.capsules.p != start)[:, 1:].any()
 
 
-def test_what_the_task_specific_module_locks_stays_and_the_routing_does_not() -> None:
-    """Documented: CTR with knowledge sharing can change earlier answers, by what is shared
-    alone."""
+def test_later_tasks_change_routing_but_not_locked_weights() -> None:
+    """As documented, CTR with knowledge sharing can change earlier answers, but only through shared
+    weights."""
     done = stream(CtrFull)
     before, after = served(done[:1], CtrFull), served(done, CtrFull)
     weights = [method.serving_weights("one") for method in (before, after)]
@@ -247,7 +248,7 @@ def test_what_the_task_specific_module_locks_stays_and_the_routing_does_not() ->
     ):
         assert torch.equal(weights[0][name] * where, weights[1][name] * where)
     assert weights[0]["p"].shape[1] == weights[1]["p"].shape[1] == 1, (
-        "a task asks the capsules that there were"
+        "a task must use only the capsules that existed at its end"
     )
     assert not torch.equal(weights[0]["similar"], weights[1]["similar"])
     assert CtrFull.may_forget
@@ -273,18 +274,18 @@ def test_gates_draw_noise_in_training_only() -> None:
     assert not torch.equal(features(1), features(2))
 
 
-def test_the_noise_of_a_sample_does_not_depend_on_who_holds_it() -> None:
+def test_gate_noise_of_a_sample_is_independent_of_rank() -> None:
     method, progress = ctr(CtrFull), Progress(0, 1, 1, STEPS)
     started(method, ONE)
     whole, part = batch(1), batch(1)
     part.draw = StepRng(7, 0, 1, torch.tensor([5, 2]), 8, torch.device("cpu"))
     noise = [method.training_weights(b, progress)["noise"] for b in (whole, part)]
-    assert noise[0].shape == (4, 8, 1), "site, sample, task"
+    assert noise[0].shape == (4, 8, 1), "the dimensions must be site, sample, task"
     assert torch.equal(noise[0][:, [5, 2]], noise[1])
 
 
-def test_the_work_per_image_counts_adapters_and_routing() -> None:
-    """Units that a task does not use are cut; each task has one more capsule to ask."""
+def test_flops_share_includes_adapters_and_routing() -> None:
+    """Units that a task does not use are cut. Each task uses one capsule more than the previous."""
     (state, _), tsm, (second, _) = stream(tasks=(ONE,))[0], ctr(), stream(CtrFull)[1]
     tokens, inner, outer = 17, state.masks["inner"].sum(1), state.masks["outer"].sum(1)
     full = 1 - ctr(CtrFull).flops_share(
@@ -303,7 +304,7 @@ def test_the_work_per_image_counts_adapters_and_routing() -> None:
     )
 
 
-def test_a_stream_longer_than_its_capsules_is_refused() -> None:
+def test_stream_longer_than_max_tasks_is_refused() -> None:
     settings = CtrFullSettings(max_tasks=2)
     assert [s.name for s in CtrFull.steps_for(settings, 1)] == ["train"]
     with pytest.raises(
@@ -322,7 +323,7 @@ def test_a_stream_longer_than_its_capsules_is_refused() -> None:
         )
 
 
-def test_fewer_tokens_than_a_filter_sees_are_refused() -> None:
+def test_backbone_with_fewer_tokens_than_filter_size_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"sees 2 tokens, and ctr_full routes by windows of up to 5"
     ):

@@ -1,4 +1,4 @@
-"""Dark replay: the worked values of DER and DER++, and the logits that the memory holds."""
+"""Tests of dark replay: the worked values of DER and DER++, and the logits in the memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workers.storage.taskstate import Carried
 
 # ---- the loss ------------------------------------------------------------------------------------
 def dark(known: int = 3, scenario: str = "class", **settings: Any) -> tuple[Any, Batch]:
-    """Return the method and the batch of the worked value; `known` columns are compared."""
+    """Return the method and batch of the worked value. The first `known` columns are compared."""
     method = identity("dark_replay", (ONE,), scenario, **settings)
     method.taught = torch.tensor(H1)
     method.known = (torch.arange(3) < known).expand(2, 3)
@@ -36,7 +36,7 @@ def dark(known: int = 3, scenario: str = "class", **settings: Any) -> tuple[Any,
 
 
 @pytest.mark.parametrize(("beta", "value"), [(0.0, 1.610953), (0.5, 2.076628)])
-def test_dark_replay_gives_the_worked_values(beta: float, value: float) -> None:
+def test_dark_replay_loss_matches_worked_values(beta: float, value: float) -> None:
     method, images = dark(alpha=0.3, beta=beta)
     assert sum(losses(method, images)) == pytest.approx(value, abs=1e-6)
     _, terms = method.replay_loss(images, START)
@@ -50,14 +50,14 @@ def test_dark_replay_compares_the_outputs_that_were_stored() -> None:
     assert float(method.replay_loss(images, START)[1]["mse"]) == pytest.approx(0.0775, abs=1e-6)
 
 
-def test_cross_entropy_alone_is_the_second_term() -> None:
+def test_replay_with_zero_alpha_is_weighted_cross_entropy() -> None:
     method, images = dark(alpha=0.0, beta=0.5)
     images.replay = rows(Z2, [0, 1], slots=torch.tensor([0, 1]))
     assert method.replay_draws() == (32,)
     assert losses(method, images)[1] == pytest.approx(0.5 * 0.931349, abs=1e-6)
 
 
-def test_dark_replay_terms_do_not_depend_on_who_has_which_half() -> None:
+def test_dark_replay_loss_does_not_depend_on_batch_split() -> None:
     method, images = dark()
     whole = images.replay
     assert whole is not None
@@ -83,8 +83,8 @@ def stored_logits(carried: Carried) -> dict[tuple[str, str], Tensor]:
 
 
 @pytest.mark.parametrize("scenario", ["class", "task"])
-def test_logits_are_those_at_the_end_of_their_task(lab: Lab, scenario: str) -> None:
-    """Rows of older exemplars move with them, and stay as they are."""
+def test_exemplars_keep_logits_from_end_of_their_task(lab: Lab, scenario: str) -> None:
+    """Exemplars of earlier tasks keep their logits."""
     run = run_of(lab, "dark_replay", scenario, memory=20)
     first, second = stored_logits(run.carried(0)), stored_logits(run.carried(1))
     assert {*first} & {*second}
@@ -105,7 +105,7 @@ def test_logits_are_those_at_the_end_of_their_task(lab: Lab, scenario: str) -> N
         assert torch.allclose(second["three", key][columns], row, atol=1e-5)
 
 
-def test_right_after_storing_the_distance_is_zero(lab: Lab) -> None:
+def test_stored_logits_match_model_before_next_task_trains(lab: Lab) -> None:
     run = run_of(lab, "dark_replay", memory=20)
     job = run.stages(1)[0]
     run.trained(0)
@@ -119,7 +119,7 @@ def test_right_after_storing_the_distance_is_zero(lab: Lab) -> None:
     first = next(feed.epoch(0))[0]
     _, terms = method.replay_loss(first, START)
     assert float(terms["mse"]) < 1e-10
-    assert not method.known[:, 2:].any(), "new classes are not compared"
+    assert not method.known[:, 2:].any(), "new classes must not be compared"
 
 
 def loop_context(run: Run) -> Any:
@@ -145,7 +145,7 @@ def test_a_memory_without_its_logits_is_refused(lab: Lab) -> None:
 
 
 # ---- stages --------------------------------------------------------------------------------------
-def test_no_replay_is_plain_fine_tuning_bit_for_bit(lab: Lab) -> None:
+def test_zero_replay_weights_equal_plain_fine_tuning_bit_for_bit(lab: Lab) -> None:
     for scenario in ("class", "task"):
         plain = lab.run_of("finetune", QUICK, scenario=scenario)
         run = run_of(lab, "dark_replay", scenario, memory=10, alpha=0.0, beta=0.0)
@@ -158,7 +158,7 @@ def test_no_replay_is_plain_fine_tuning_bit_for_bit(lab: Lab) -> None:
             assert torch.equal(run.state(task).head["weight"], plain.state(task).head["weight"])
 
 
-def test_a_base_task_fills_the_memory(lab: Lab) -> None:
+def test_base_task_fills_replay_memory(lab: Lab) -> None:
     tasks = [
         {"card": str(lab.card), "name": "two", "classes": ["0", "1"], "role": "base"},
         {"card": str(lab.card), "name": "three", "classes": ["2", "3", "4"]},

@@ -1,4 +1,4 @@
-"""Decoding: the same bits from both decoders of JPEG, at every scale, and limits that hold."""
+"""Tests of decoding: the same bits from both JPEG decoders at every scale, limits, and scans."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def encoded(image: Image.Image, form: str = "JPEG", **options: Any) -> bytes:
 
 
 def turned(image: Image.Image, orientation: int) -> bytes:
-    """A JPEG that says it is turned."""
+    """Return a JPEG with an EXIF orientation."""
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     return encoded(image, exif=exif)
 
 
 def by_pillow(data: bytes, longest_side: int | None = None) -> Picture:
-    """What a machine reads that has Pillow alone."""
+    """Read a picture as on a machine without simplejpeg."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding, "simplejpeg", None)
         return read_picture(data, longest_side)
@@ -78,7 +78,7 @@ def test_both_decoders_give_the_same_bits_at_every_scale(kind: str, longest_side
 
 
 @pytest.mark.parametrize("longest_side", [None, 30])
-def test_what_one_decoder_refuses_the_other_reads(longest_side: Any) -> None:
+def test_unusual_jpegs_are_decoded_like_pillow(longest_side: Any) -> None:
     image = photograph(70, 90)
     files = [
         encoded(image.convert("L")),
@@ -91,7 +91,7 @@ def test_what_one_decoder_refuses_the_other_reads(longest_side: Any) -> None:
         assert_same(read_picture(data, longest_side), by_pillow(data, longest_side))
 
 
-def test_the_fast_decoder_is_used_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simplejpeg_is_used_for_supported_images(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("simplejpeg")
     monkeypatch.setattr(decoding, "_read_with_pillow", lambda *_: pytest.fail("Pillow decoded"))
     image = photograph(70, 90)
@@ -100,7 +100,7 @@ def test_the_fast_decoder_is_used_where_it_may_be(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_images_that_are_turned_stand_upright(orientation: int) -> None:
+def test_exif_rotated_images_are_decoded_upright(orientation: int) -> None:
     picture = read_picture(turned(photograph(200, 120), orientation), 50)
     is_turned = orientation >= 5
     assert picture[1:] == ((120, 200) if is_turned else (200, 120))
@@ -109,7 +109,7 @@ def test_images_that_are_turned_stand_upright(orientation: int) -> None:
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("longest_side", [300, 100, 99, 30])
-def test_longer_images_are_reduced_and_others_stay(form: str, longest_side: int) -> None:
+def test_only_images_above_the_longest_side_are_reduced(form: str, longest_side: int) -> None:
     data = encoded(photograph(100, 60), form)
     picture = read_picture(data, longest_side)
     assert picture[1:] == (100, 60)
@@ -123,9 +123,7 @@ def test_longer_images_are_reduced_and_others_stay(form: str, longest_side: int)
     ("interpolation", "resampling"),
     [("bicubic", Image.Resampling.BICUBIC), ("bilinear", Image.Resampling.BILINEAR)],
 )
-def test_a_square_has_the_bits_that_pillow_decodes_and_resizes(
-    interpolation: Any, resampling: Any
-) -> None:
+def test_square_crop_is_bit_identical_to_pillow(interpolation: Any, resampling: Any) -> None:
     image = photograph(61, 83)
     data = encoded(image)
     decoded = Image.open(io.BytesIO(data))
@@ -136,7 +134,7 @@ def test_a_square_has_the_bits_that_pillow_decodes_and_resizes(
 
 
 @pytest.mark.parametrize("has_simplejpeg", [True, False])
-def test_limits_hold_before_a_pixel_is_decoded(
+def test_pixel_limit_is_checked_before_decoding(
     has_simplejpeg: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_simplejpeg:
@@ -148,7 +146,7 @@ def test_limits_hold_before_a_pixel_is_decoded(
 
 
 @pytest.mark.parametrize("has_simplejpeg", [True, False])
-def test_a_damaged_file_is_one_sentence(
+def test_damaged_image_is_reported_in_one_sentence(
     has_simplejpeg: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_simplejpeg:
@@ -162,7 +160,7 @@ def test_a_damaged_file_is_one_sentence(
 
 # ---- scans ---------------------------------------------------------------------------------------
 def jpeg_with_scans(repeats: int, side: int = 64) -> bytes:
-    """Return a progressive JPEG whose last scan stands in it so many times more."""
+    """Return a progressive JPEG with `repeats` additional copies of its last scan."""
     pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG", progressive=True)
@@ -175,15 +173,13 @@ def jpeg_with_scans(repeats: int, side: int = 64) -> bytes:
 def test_scans_are_counted_by_their_markers(repeats: int) -> None:
     data = jpeg_with_scans(repeats)
     assert count_scans(data) == 10 + repeats
-    # a thumbnail has scans of its own, which are not decoded
+    # the scans of a thumbnail are not decoded
     thumbnail = data[:2] + b"\xff\xe1\x00\x0a" + b"\xff\xda" * 4 + data[2:]
     assert count_scans(thumbnail) == 10 + repeats
 
 
 @pytest.mark.parametrize(("repeats", "side", "is_refused"), [(90, 64, 0), (91, 64, 1)])
-def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(
-    repeats: int, side: int, is_refused: bool
-) -> None:
+def test_jpeg_with_too_many_scans_is_refused(repeats: int, side: int, is_refused: bool) -> None:
     data = jpeg_with_scans(repeats, side)
     problem = check_image(data).problem
     assert (problem is not None) == bool(is_refused)
@@ -191,7 +187,7 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(
         assert "101 scans" in problem
 
 
-def test_scans_of_large_images_count_by_their_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixels_of_all_scans_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "MAX_SCANNED_PIXELS", 11 * 64 * 64)
     assert check_image(jpeg_with_scans(1)).problem is None
     assert "pixels in all scans" in (check_image(jpeg_with_scans(2)).problem or "")

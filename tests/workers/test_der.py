@@ -1,5 +1,4 @@
-"""DER: its loss and what learns in each step, the balanced subset, extractors that never change and
-are stored once, and those that lose units."""
+"""Tests of DER: the loss, trained parameters, the balanced subset, and pruned extractors."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ D = 32
 
 
 def backbone(settings: BackboneSettings = SMALL, seed: int = 0) -> Any:
-    """All its parameters are drawn, so that no wrong treatment of a zero stays unseen."""
+    """Return a backbone with noise on all parameters, because zeros could hide errors."""
     torch.manual_seed(seed)
     model = build(settings)
     with torch.no_grad():
@@ -51,8 +50,10 @@ def backbone(settings: BackboneSettings = SMALL, seed: int = 0) -> Any:
 def task_state(
     name: str, task: Task, position: int, parts: dict[str, dict[str, Tensor]] | None = None
 ) -> TaskState:
-    """Of a finished task: an extractor of other weights, and rows of W over as many extractors as
-    there were."""
+    """Return the state of a finished task: an extractor with other weights, and rows of W.
+
+    The rows cover `position + 1` extractors.
+    """
     parts = parts or {"copies": dict(backbone(seed=10 + position).named_parameters())}
     head = {
         "weight": torch.randn(
@@ -74,8 +75,11 @@ def begun(
     kept_units: dict[str, Tensor] | None = None,
     **settings: Any,
 ) -> Any:
-    """At `step` of the last of `tasks`; the others are finished, all have samples in its batches.
-    own: the extractor that the task was given. kept: the units of pruned extractors, else all."""
+    """Return a method at `step` of the last of `tasks`, after the other tasks are finished.
+
+    All tasks have samples in its batches. extractor: the task's extractor from an earlier step.
+    kept_units: the units of pruned extractors (default: all).
+    """
     torch.manual_seed(0)
     method = METHODS[name](backbone(), METHODS[name].Settings(**settings), 0)
     method.scenario, method.stream = "class", tasks
@@ -126,7 +130,7 @@ def some(share: float = 0.5, seed: int = 0) -> dict[str, Tensor]:
 def stepped(
     method: Any, *tasks: Task, progress: Progress = START, lr: float = 0.1
 ) -> dict[str, bool]:
-    """One step as the loop takes it: which parameters it changed."""
+    """Take one step as in the training loop, and return whether each parameter changed."""
     before = {name: p.detach().clone() for name, p in method.named_parameters()}
     train = TrainSettings(optimizer="sgd", lr=lr)
     job: Any = type("Job", (), {"train": train})
@@ -138,7 +142,7 @@ def stepped(
 
 # ---- the loss ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("soft", [False, True])
-def test_the_loss_is_that_of_the_classifier_and_of_the_auxiliary_head(soft: bool) -> None:
+def test_loss_adds_classifier_and_weighted_auxiliary_cross_entropy(soft: bool) -> None:
     method = begun("der", A, B, C, auxiliary=0.7)
     stepped(method, A, B, C)
     targets = (
@@ -164,7 +168,7 @@ def test_the_loss_is_that_of_the_classifier_and_of_the_auxiliary_head(soft: bool
     assert loss.item() == pytest.approx((ce + 0.7 * auxiliary).item(), rel=1e-4)
 
 
-def test_the_auxiliary_targets_have_one_class_for_all_old_ones() -> None:
+def test_auxiliary_targets_merge_all_old_classes_into_one() -> None:
     soft = torch.tensor([[0.025, 0.295, 0.025, 0.655], [0.025, 0.655, 0.025, 0.295]])
     assert torch.allclose(
         sum_old_targets(soft, 2), torch.tensor([[0.32, 0.025, 0.655], [0.68, 0.025, 0.295]])
@@ -173,7 +177,7 @@ def test_the_auxiliary_targets_have_one_class_for_all_old_ones() -> None:
     assert hard.tolist() == [0, 0, 0, 1, 2], "c < O_t -> 0, else c - O_t + 1"
 
 
-def test_the_first_task_is_cross_entropy_alone() -> None:
+def test_first_task_uses_only_cross_entropy() -> None:
     method = begun("der", A)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"ce"}
@@ -186,7 +190,7 @@ def test_the_first_task_is_cross_entropy_alone() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 5.0])
-def test_fine_tuning_divides_outputs_by_the_temperature_and_answers_do_not(
+def test_temperature_scales_outputs_in_fine_tuning_but_not_in_serving(
     temperature: float,
 ) -> None:
     method = begun(
@@ -209,8 +213,8 @@ def test_fine_tuning_divides_outputs_by_the_temperature_and_answers_do_not(
     assert torch.allclose(method.eval().logits(b.images, None), z, rtol=1e-4, atol=1e-4)
 
 
-# ---- what learns ---------------------------------------------------------------------------------
-def test_training_moves_the_new_extractor_and_both_heads_and_no_older_extractor() -> None:
+# ---- trained parameters --------------------------------------------------------------------------
+def test_training_changes_only_newest_extractor_and_heads() -> None:
     method = begun("der", A, B)
     before = compute_digest(method.extractors)
     changed = stepped(method, A, B)
@@ -224,7 +228,7 @@ def test_training_moves_the_new_extractor_and_both_heads_and_no_older_extractor(
     assert method.backbone.training
 
 
-def test_fine_tuning_moves_the_classifier_alone() -> None:
+def test_fine_tuning_changes_only_the_classifier() -> None:
     method = begun(
         "der",
         A,
@@ -246,7 +250,7 @@ def test_fine_tuning_moves_the_classifier_alone() -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_an_extractor_starts_as_the_one_before_it(name: str) -> None:
+def test_extractor_starts_as_copy_of_the_previous_one(name: str) -> None:
     method = begun(name, A, B, C)
     expected = dict(backbone(seed=5 if name != "der" else 11).named_parameters())
     assert all(torch.equal(p, expected[n]) for n, p in method.backbone.named_parameters())
@@ -266,7 +270,7 @@ def test_extractor_after_pruned_one_has_all_units(
     )
 
 
-def test_the_classifier_starts_anew_over_all_features_in_each_step() -> None:
+def test_classifier_is_reinitialised_over_all_features_in_each_step() -> None:
     rows = {
         step: begun(
             "der",
@@ -283,15 +287,13 @@ def test_the_classifier_starts_anew_over_all_features_in_each_step() -> None:
         assert [tuple(heads[name].weight.shape) for name in "ab"] == [(2, 2 * D), (3, 2 * D)]
         assert all(heads[name].bias is None for name in "ab")
         assert all(0.015 < heads[name].weight.std() < 0.025 for name in "ab"), (
-            "nothing of the rows that were handed on"
+            "rows from earlier steps are not used"
         )
     assert not torch.equal(rows["train"]["b"].weight, rows["finetune"]["b"].weight)
 
 
 @pytest.mark.parametrize(("restart", "at"), [(0.0, None), (0.5, 4), (0.2, 1)])
-def test_classifier_and_auxiliary_head_start_anew_once_where_that_is_asked_for(
-    restart: float, at: int | None
-) -> None:
+def test_heads_are_reinitialised_once_if_restart_is_set(restart: float, at: int | None) -> None:
     method, was_restarted = begun("der", A, B, restart=restart), []
     for step in range(10):
         stepped(method, A, B, progress=Progress(step // 5, step % 5, 2, 5), lr=1.0)
@@ -303,7 +305,7 @@ def test_classifier_and_auxiliary_head_start_anew_once_where_that_is_asked_for(
 
 
 # ---- the balanced subset -------------------------------------------------------------------------
-def test_of_the_task_and_the_exemplars_equally_many_of_each_class_are_drawn() -> None:
+def test_fine_tuning_draws_equally_many_images_per_class() -> None:
     memory = {"a": {"a1": [f"a1/{i}" for i in range(7)], "a2": [f"a2/{i}" for i in range(5)]}}
     method = begun("der", A, B, memory=memory)
     whole = {name: [f"{name}/{i}" for i in range(20)] for name in B.classes}
@@ -316,17 +318,17 @@ def test_of_the_task_and_the_exemplars_equally_many_of_each_class_are_drawn() ->
     ]
     assert counts == [5] * 5
     assert all(len({*keys}) == len(keys) for keys in chosen.values())
-    assert chosen["b"][:5] != whole["b1"][:5], "drawn, not the first"
+    assert chosen["b"][:5] != whole["b1"][:5], "drawn at random, not the first ones"
     assert method.memory(context) == chosen
     method.seed = 1
     assert method.memory(context) != chosen
     scarce = {name: [f"{name}/{i}" for i in range(3)] for name in B.classes}
     assert {
         len(keys) for keys in method.memory(replace(context, data=keys_data(scarce))).values()
-    } == {6, 9}, "new classes can be the scarcer ones"
+    } == {6, 9}, "new classes can have the fewest images"
 
 
-def test_training_sees_the_task_whole_and_all_exemplars() -> None:
+def test_training_uses_all_task_images_and_all_exemplars() -> None:
     memory = {"a": {"a1": ["k1", "k2"], "a2": ["k3"]}}
     assert begun("der", A, B).memory(
         step_context(B, "train", Carried(meta={"memory": memory}))
@@ -350,7 +352,7 @@ def test_an_extractor_is_stored_once_and_never_changes(lab: Lab, name: str) -> N
             assert not state.copies
             assert all(
                 torch.equal(carried.tensors[f"copies/{n}"], t) for n, t in last[0].copies.items()
-            ), "as training left it"
+            ), "unchanged since training"
     assert run.state(1).head["weight"].shape == (3, 2 * D)
     assert run.carried(1).tensors["heads/two/weight"].shape == (2, 2 * D)
     assert any(not torch.equal(t, run.state(1).copies[n]) for n, t in run.state(0).copies.items())
@@ -381,7 +383,7 @@ def test_base_task_uses_backbone_and_its_head_first(lab: Lab, name: str) -> None
 
 
 @pytest.mark.slow
-def test_a_convolutional_backbone_grows_too(lab: Lab) -> None:
+def test_der_works_on_a_convolutional_backbone(lab: Lab) -> None:
     tasks = [
         {"card": str(lab.card), "name": name, "classes": list(classes)}
         for name, classes in TASKS.items()
@@ -399,7 +401,7 @@ def test_a_convolutional_backbone_grows_too(lab: Lab) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", EVERY)
-def test_two_ranks_equal_one(lab: Lab, tmp_path: Path, name: str) -> None:
+def test_two_ranks_give_the_results_of_one(lab: Lab, tmp_path: Path, name: str) -> None:
     tasks = [
         {"card": str(lab.card), "name": task, "classes": list(classes)}
         for task, classes in TASKS.items()
@@ -426,15 +428,17 @@ def test_two_ranks_equal_one(lab: Lab, tmp_path: Path, name: str) -> None:
 
 
 # ---- pruning -------------------------------------------------------------------------------------
-def test_the_scale_of_masks_has_the_worked_values() -> None:
+def test_annealed_mask_scale_has_the_worked_values() -> None:
     assert [compute_annealed_scale(step, 5, 10.0) for step in range(5)] == pytest.approx(
         [0.1, 2.575, 5.05, 7.525, 10.0]
     )
 
 
-def test_the_gradient_of_an_embedding_is_compensated() -> None:
-    """What reaches e, over what plain sigmoid(s e) would give, is sigmoid(e)(1 - sigmoid(e)) / (s
-    sigmoid(s e)(1 - sigmoid(s e))), times s_max."""
+def test_embedding_gradient_is_compensated_for_the_scale() -> None:
+    """The gradient of sigmoid(s e) with respect to e is multiplied by a factor.
+
+    The factor is s_max sigmoid(e)(1 - sigmoid(e)) / (s sigmoid(s e)(1 - sigmoid(s e))).
+    """
     method = begun("der_p", A, s_max=10.0)
     e, s = method.mask.embedding, compute_annealed_scale(2, 5, 10.0)
     (gradient,) = torch.autograd.grad(method.mask.sample(s).sum(), e)
@@ -447,9 +451,11 @@ def test_the_gradient_of_an_embedding_is_compensated() -> None:
     )
 
 
-def test_the_sparsity_is_the_share_of_weights_between_groups_of_units() -> None:
-    """sum_l |m_{l-1}|_1 |m_l|_1 / sum_l c_{l-1} c_l over the weights of the blocks, the residual
-    stream counting as all there."""
+def test_sparsity_is_kept_share_of_block_weights() -> None:
+    """It is sum_l |m_{l-1}|_1 |m_l|_1 / sum_l c_{l-1} c_l over the weights of the blocks.
+
+    The residual stream counts as unmasked.
+    """
     method = begun("der_p", A, s_max=10.0, sparsity=0.3)
     b = batch(A)
     loss, terms = method.loss(b, Progress(0, 1, 1, 5))
@@ -459,7 +465,7 @@ def test_the_sparsity_is_the_share_of_weights_between_groups_of_units() -> None:
     sums = {site: float(site_mask.sum()) for site, site_mask in m.items()}
     left = full = 0.0
     for i in range(2):
-        for kind, weights in (("qk", 2), ("v", 2), ("ff", 2)):  # queries and keys; in and out
+        for kind, weights in (("qk", 2), ("v", 2), ("ff", 2)):  # matrices: q and k, or in and out
             left += weights * D * sums[f"blocks.{i}.{kind}"]
             full += weights * D * len(m[f"blocks.{i}.{kind}"])
     assert float(terms["sparsity"]) == pytest.approx(left / full, rel=1e-5)
@@ -469,7 +475,7 @@ def test_the_sparsity_is_the_share_of_weights_between_groups_of_units() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.03, 0.5, 1.0])
-def test_what_is_cut_answers_as_what_is_masked_and_is_smaller(share: float) -> None:
+def test_cut_network_equals_masked_network_and_is_smaller(share: float) -> None:
     vit, masks, images = backbone().eval(), some(share), batch(A).images
     stored = pack(vit, masks)
     with torch.no_grad():
@@ -482,7 +488,7 @@ def test_what_is_cut_answers_as_what_is_masked_and_is_smaller(share: float) -> N
         for block in zeroed.blocks:
             block.attn.fused_attn = False
         assert torch.allclose(zeroed(images), expected, atol=1e-5), (
-            "also where timm scales the queries itself"
+            "also without fused attention, where timm scales the queries itself"
         )
     num_kept = sum(int(mask.sum()) for mask in masks.values())
     saved = (sum(map(len, masks.values())) - num_kept) * 2 * D
@@ -493,13 +499,13 @@ def test_what_is_cut_answers_as_what_is_masked_and_is_smaller(share: float) -> N
     assert (
         sum(t.numel() for t in vit.parameters()) - sum(t.numel() for t in stored.values())
         == saved + biases
-    ), "a unit is 2 D weights"
+    ), "a unit has 2 D weights"
     assert (
         sum(p.numel() for p in zeroed.parameters()) < sum(p.numel() for p in vit.parameters())
     ) == (share < 1)
 
 
-def test_units_that_come_back_are_the_backbones() -> None:
+def test_dropped_units_are_refilled_from_the_backbone() -> None:
     vit, other, masks = backbone(), backbone(seed=1), some()
     whole = unpack(other, pack(vit, masks), masks, fill=True)
     ff, name = masks["blocks.1.ff"], "blocks.1.mlp.fc2.weight"
@@ -509,8 +515,8 @@ def test_units_that_come_back_are_the_backbones() -> None:
 
 
 @pytest.mark.parametrize("name", ["der_p", "simple_der"])
-def test_a_pruned_extractor_is_served_as_its_hard_masks_have_it(name: str) -> None:
-    """While `train` validates, when it hands on, and as it is stored: one network."""
+def test_pruned_extractor_is_served_with_its_hard_masks(name: str) -> None:
+    """Validation in `train` uses the same network as the carried state."""
     method = begun(name, A)
     if name == "der_p":
         with torch.no_grad():
@@ -541,7 +547,7 @@ def test_a_pruned_extractor_is_served_as_its_hard_masks_have_it(name: str) -> No
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["der_p", "simple_der"])
-def test_in_a_stream_extractors_lose_units_and_images_cost_less(lab: Lab, name: str) -> None:
+def test_pruned_extractors_are_smaller_and_cheaper_in_a_stream(lab: Lab, name: str) -> None:
     run = stream(lab, name, memory=20, **({"sparsity": 0.3} if name == "der_p" else {}))
     densities = [
         torch.cat([*run.state(task).masks.values()]).float().mean().item() for task in (0, 1)
@@ -556,10 +562,8 @@ def test_in_a_stream_extractors_lose_units_and_images_cost_less(lab: Lab, name: 
 
 
 @pytest.mark.parametrize("name", ["der_p", "simple_der"])
-def test_pruned_extractors_are_counted_after_training_with_stochastic_depth(
-    lab: Lab, name: str
-) -> None:
-    """The last batch of an epoch has drawn for its own samples, and the count is of one image."""
+def test_flops_are_counted_after_training_with_stochastic_depth(lab: Lab, name: str) -> None:
+    """The last batch drew its drops for all its samples, but one image is used for counting."""
     run = lab.run_of(
         name,
         {**OPTIMIZERS["adamw"], "epochs": 1, "batch_size": 32},
@@ -582,7 +586,7 @@ def test_a_pruned_state_of_another_shape_is_refused() -> None:
         other.load_task(task_state("der", A, 0, {"copies": {"norm.weight": torch.ones(3)}}))
 
 
-def test_masks_need_units_and_an_epoch_of_several_steps_and_a_rate() -> None:
+def test_der_p_refuses_unsuitable_backbone_epoch_length_and_mask_rate() -> None:
     with pytest.raises(UserError, match="vision transformer"):
         METHODS["der_p"].check_backbone(
             DerPSettings(), build(BackboneSettings(name="resnet18")), (A,)
@@ -596,7 +600,7 @@ def test_masks_need_units_and_an_epoch_of_several_steps_and_a_rate() -> None:
 
 
 # ---- Simple-DER ----------------------------------------------------------------------------------
-def test_old_outputs_are_held_to_those_before_the_task() -> None:
+def test_old_outputs_are_distilled_from_heads_before_the_task() -> None:
     method = begun("simple_der", A, B, C, tau=3.0, distillation=0.4)
     stepped(method, A, B, C)
     b = batch(A, B, C)
@@ -623,7 +627,7 @@ def test_weakest_units_are_pruned_halfway() -> None:
         masks_by_step.append(method.kept.clone())
         dropped = ~method.by_site(method.kept)["blocks.0.v"]
         assert not method.backbone.blocks[0].attn.proj.weight.grad[:, dropped].any(), (
-            "what is dropped stays out of the rest"
+            "dropped units have no gradient"
         )
     assert [bool(mask.all()) for mask in masks_by_step] == [True, True, False, False]
     assert torch.equal(masks_by_step[2], masks_by_step[3])
@@ -637,9 +641,11 @@ def test_weakest_units_are_pruned_halfway() -> None:
             assert size[part].min() >= size[~part].max()
 
 
-def test_the_magnitude_of_a_unit_is_what_its_weights_can_pass_on() -> None:
-    """A bias is one more weight into a unit. That of a key adds the same to all scores of a query,
-    so it passes nothing on."""
+def test_unit_magnitude_is_product_of_its_weight_norms() -> None:
+    """A bias counts as one more weight into a unit.
+
+    The bias of a key does not count, because it adds the same value to all scores of a query.
+    """
     vit = backbone()
     unit_magnitudes, block = magnitudes(vit), vit.blocks[1]
     (q, k, v), (q_bias, _, v_bias) = block.attn.qkv.weight.chunk(3), block.attn.qkv.bias.chunk(3)
@@ -656,7 +662,7 @@ def test_the_magnitude_of_a_unit_is_what_its_weights_can_pass_on() -> None:
     )
 
 
-def test_a_neuron_whose_bias_alone_is_large_is_not_the_first_to_go() -> None:
+def test_large_bias_alone_keeps_a_neuron() -> None:
     vit = backbone()
     mlp = vit.blocks[0].mlp
     with torch.no_grad():
@@ -666,7 +672,7 @@ def test_a_neuron_whose_bias_alone_is_large_is_not_the_first_to_go() -> None:
     assert int(magnitudes(vit)["blocks.0.ff"].argmax()) == 3
 
 
-def test_magnitudes_of_a_backbone_without_biases_are_those_of_its_weights() -> None:
+def test_magnitudes_without_biases_use_weights_only() -> None:
     options = SMALL.options | {"qkv_bias": False}
     vit = backbone(SMALL.model_copy(update={"options": options}))
     q, k, _ = vit.blocks[1].attn.qkv.weight.chunk(3)
@@ -674,7 +680,7 @@ def test_magnitudes_of_a_backbone_without_biases_are_those_of_its_weights() -> N
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_setting_runs_only_the_steps_that_read_it_again(name: str) -> None:
+def test_changed_setting_reruns_only_the_steps_reading_it(name: str) -> None:
     method = METHODS[name]
     every = {*method.Settings.model_fields}
     read = {
@@ -692,7 +698,7 @@ def test_a_setting_runs_only_the_steps_that_read_it_again(name: str) -> None:
     assert read["evaluate"] == every
 
 
-def test_features_stand_in_stream_order_whoever_was_loaded_first() -> None:
+def test_features_follow_stream_order_not_load_order() -> None:
     features = []
     for order in ((0, 1), (1, 0)):
         method = METHODS["der"](backbone(), DerSettings(), 0)

@@ -1,4 +1,4 @@
-"""A rank that does not arrive at a collective is named by the ranks that wait for it."""
+"""Tests of collectives: the sum of gradients, and the naming of missing ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sum_weight(group: dist.Group) -> None:
 
 
 def events_of_ranks(folder: Path, collective: str, missing: int) -> dict[int, tuple[str, str]]:
-    """Run a stage whose collective one rank never calls, in processes that gloo connects.
+    """Run a stage in gloo processes, in which rank `missing` never calls the collective.
 
     Returns:
         By rank, except the missing one: kind and message of the event.
@@ -63,10 +63,10 @@ def _run_rank(rank: int, folder: str, collective: str, missing: int) -> None:
     def run() -> dict[str, Any]:
         assert group.gather(rank) == [0, 1, 2]
         if rank == missing:
-            time.sleep(2 * LIMIT_S)  # it hangs
+            time.sleep(2 * LIMIT_S)  # this rank hangs
             return {}
         COLLECTIVES[collective][0](group)
-        # Rank 0 sends its value and goes on.
+        # Rank 0 may send its value without waiting, so it waits in this second collective.
         group.gather("after it")
         return {}
 
@@ -74,11 +74,11 @@ def _run_rank(rank: int, folder: str, collective: str, missing: int) -> None:
     event = attempt.attempt_stage(stage, run, folder, group)
     if rank != missing:
         Path(folder, f"rank-{rank}").write_text(f"{event.kind}\n{event.message}")
-    time.sleep(LIMIT_S)  # a process that ends closes its connections
+    time.sleep(LIMIT_S)  # do not exit yet: that would close the connections
 
 
 class Layers(torch.nn.Module):
-    """Six layers: the first is not used, the second twice, and the fourth on rank 0 only."""
+    """Six layers: the first is unused, the second is used twice, and the fourth only on rank 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Layers(torch.nn.Module):
 
 
 def sum_gradients(group: dist.Group, overlapped: bool) -> tuple[list[torch.Tensor], int, int]:
-    """Return the sums of the gradients of two micro-batches, the buckets sent early, and all."""
+    """Return the gradient sums of two micro-batches, and the counts of early and of all buckets."""
     model = Layers()
     parameters: list[torch.Tensor] = list(model.parameters())
     images = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(group.rank))
@@ -103,7 +103,7 @@ def sum_gradients(group: dist.Group, overlapped: bool) -> tuple[list[torch.Tenso
         with sums.overlap() if overlapped and index == 1 else nullcontext():
             loss.backward()
         if index == 0:
-            assert not sums.sent, "a micro-batch is not the whole gradient"
+            assert not sums.sent, "the first micro-batch is not the whole gradient"
     num_early = len(sums.sent)
     assert sums.finish() == (sum(p.numel() * 4 for p in parameters) if group.world > 1 else 0)
     return [p.grad for p in parameters if p.grad is not None], num_early, len(sums.buckets)
@@ -130,7 +130,7 @@ def test_gradients_summed_during_the_backward_pass_have_the_same_bits(
     small_run.processes()
     start_processes(_sum_on_rank, (str(tmp_path), world), nprocs=world, start_method="forkserver")
     ranks = [torch.load(tmp_path / f"rank-{rank}") for rank in range(world)]
-    # Each layer fills a bucket. Buckets wait for those of the layers after theirs.
+    # Each layer fills a bucket. A bucket waits for the buckets of later layers.
     assert [overlapped[1:] for overlapped, _, _ in ranks] == [(5, 6)] + [(2, 6)] * (world - 1)
     sums = [gradients for runs in ranks for gradients, _, _ in runs]
     for parameter, gradients in enumerate(zip(*sums, strict=True)):
@@ -153,14 +153,14 @@ def test_missing_rank_is_named(tmp_path: Path, collective: str, missing: int) ->
     assert events.keys() == set(range(WORLD)) - {missing}
     for kind, message in events.values():
         assert kind == "lost", "the stage is retried on other workers"
-        # under load more seconds pass than the limit
+        # under load, more time may pass than the limit
         assert re.match(rf"rank {missing} of its group did not arrive within \d+ s, ", message)
     purposes = [COLLECTIVES[collective][1], "the values of all ranks"]
     waited_for = [f"waited for {purpose} (" for purpose in purposes]
     assert all(any(text in message for text in waited_for) for _, message in events.values())
 
 
-def test_ranks_meet_on_the_host_before_a_sum_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_synchronise_on_host_before_sum_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(dist, "get_shared_store", mock.Mock)
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda *_: calls.append("host"))
@@ -171,7 +171,7 @@ def test_ranks_meet_on_the_host_before_a_sum_on_a_gpu(monkeypatch: pytest.Monkey
 
 
 class SilentStore:
-    """The store of a rank 0 that is gone: no request is answered."""
+    """The store of a rank 0 that has ended: it answers no request."""
 
     def set(self, key: str, value: str) -> None:
         pass
@@ -180,7 +180,7 @@ class SilentStore:
         raise torch.distributed.DistStoreError("wait timeout")
 
 
-def test_rank_that_holds_the_store_is_missing_without_an_answer(
+def test_rank_zero_is_reported_if_the_store_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def time_out(tensor: torch.Tensor) -> None:
@@ -192,7 +192,7 @@ def test_rank_that_holds_the_store_is_missing_without_an_answer(
         dist.Group(1, 2).sum(torch.ones(1))
 
 
-def test_sentence_about_several_ranks_and_about_none() -> None:
+def test_message_for_several_or_no_missing_ranks() -> None:
     assert dist.describe_missing_ranks([1, 3], "a sum", 600.2) == (
         "ranks 1, 3 of its group did not arrive within 600 s, while the others waited for a sum "
         "(restart the node of a rank that hangs)"

@@ -1,4 +1,4 @@
-"""Distillation: worked values, gradients, and a teacher that stays what the network was."""
+"""Tests of distillation: worked values, gradients, and a teacher that does not change."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def test_distillation_has_the_worked_values(tau: float, expected: float) -> None
 
 
 @pytest.mark.parametrize("tau", [1.0, 2.0])
-def test_distillation_has_the_gradient_of_the_divergence(tau: float) -> None:
-    """KL(softmax(y / tau) || softmax(z / tau)), a mean over the batch: what the two differ by does
-    not depend on z."""
+def test_distillation_has_the_gradient_of_kl_divergence(tau: float) -> None:
+    """KD_ce and KL(softmax(y / tau) || softmax(z / tau)), averaged over the batch, differ by a term
+    that does not depend on z."""
     student = [Z.clone().requires_grad_() for _ in range(2)]
     kd_ce(student[0], Y, tau).backward()
     F.kl_div(
@@ -40,9 +40,9 @@ def test_distillation_has_the_gradient_of_the_divergence(tau: float) -> None:
 @pytest.mark.parametrize(
     ("tau", "divergence", "mean"), [(1.0, 0.28101033, 0.09367011), (2.0, 0.08528288, 0.02842763)]
 )
-def test_the_divergence_has_the_worked_values(tau: float, divergence: float, mean: float) -> None:
-    """KD_ce less what the teacher does not know itself; and a mean over entries too, a third of it
-    for three classes, times tau^2."""
+def test_kl_divergence_has_the_worked_values(tau: float, divergence: float, mean: float) -> None:
+    """The divergence is KD_ce minus the teacher's entropy. `kd_kl` also averages over the three
+    classes, which gives a third, and multiplies by tau^2."""
     assert float(kd_ce(Z, Y, tau) - kd_ce(Y, Y, tau)) == pytest.approx(divergence, abs=1e-6)
     assert float(kd_kl(Z, Y, tau)) == pytest.approx(tau**2 * mean, abs=1e-6)
 
@@ -52,10 +52,10 @@ def test_sigmoid_distillation_has_the_worked_value() -> None:
 
 
 @pytest.mark.parametrize("tau", [1.0, 2.0])
-def test_distillation_of_each_probability_is_binary_cross_entropy(tau: float) -> None:
+def test_bce_distillation_matches_binary_cross_entropy_of_probabilities(tau: float) -> None:
     expected = F.binary_cross_entropy((Z / tau).softmax(1), (Y / tau).softmax(1))
     assert float(kd_bce(Z, Y, tau)) == pytest.approx(float(expected), abs=1e-6)
-    # softmax of (0, -1) and of (2, 2), second entry; of two classes both entries cost the same
+    # second entries of softmax (0, -1) and (2, 2); with two classes, both entries cost the same
     p, q = (
         math.e**-1 / (1 + math.e**-1),
         0.5,
@@ -64,7 +64,7 @@ def test_distillation_of_each_probability_is_binary_cross_entropy(tau: float) ->
     assert float(two) == pytest.approx(-(p * math.log(q) + (1 - p) * math.log(1 - q)), abs=1e-6)
 
 
-def test_distillation_of_each_probability_stays_finite_where_the_student_is_certain() -> None:
+def test_bce_distillation_stays_finite_for_certain_student() -> None:
     student = torch.tensor([[1e4, 0.0, -1e4], [0.0, 0.0, 80.0]], requires_grad=True)
     loss = kd_bce(student, Y.float(), 2.0)
     loss.backward()
@@ -72,7 +72,7 @@ def test_distillation_of_each_probability_stays_finite_where_the_student_is_cert
     assert torch.isfinite(student.grad).all()  # type: ignore[arg-type]
     assert float(kd_bce(torch.ones(3, 1), torch.zeros(3, 1), 2.0)) == pytest.approx(
         0.0, abs=1e-6
-    ), "one class alone has nothing to tell"
+    ), "with one class there is nothing to distill"
 
 
 KINDS = [
@@ -84,7 +84,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kd", KINDS)
-def test_a_student_that_answers_as_its_teacher_gets_no_gradient(
+def test_student_equal_to_its_teacher_gets_no_gradient(
     kd: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     student, other = Y.clone().requires_grad_(), Z.clone().requires_grad_()
@@ -121,7 +121,7 @@ def images() -> Tensor:
     return torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
-def test_the_teacher_answers_what_the_network_answered_whatever_becomes_of_it() -> None:
+def test_teacher_answers_do_not_change_with_the_network() -> None:
     backbone, heads = network()
     expected = {task: head(backbone.eval()(images())).detach() for task, head in heads.items()}
     teacher, before = Teacher(backbone.train(), heads), compute_digest(backbone)
@@ -134,7 +134,7 @@ def test_the_teacher_answers_what_the_network_answered_whatever_becomes_of_it() 
     assert compute_digest(teacher.backbone) == before
 
 
-def test_the_teacher_costs_one_forward_for_all_heads_and_no_gradient() -> None:
+def test_teacher_uses_one_forward_for_all_heads_without_gradient() -> None:
     teacher = Teacher(*network())
     passes: list[bool] = []
     teacher.backbone.register_forward_hook(

@@ -1,4 +1,4 @@
-"""Scenario `domain`: tasks with the same classes, and one answer without the task."""
+"""Tests of scenario `domain`: tasks with the same classes, and answers without the task."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_card(folder: Path, quarters: int) -> str:
 
 
 def run_of(lab: Lab, method: str, measure_next: bool = False, **settings: Any) -> Run:
-    """Return the run of a method on both domains, one epoch each."""
+    """Return the run of a method on both domains, with one epoch each."""
     cards = [make_card(lab.folder, quarters) for quarters in (0, 1)]
     tasks = [{"card": card, "name": name} for card, name in zip(cards, NAMES, strict=True)]
     return lab.run_of(
@@ -63,8 +63,8 @@ def run_of(lab: Lab, method: str, measure_next: bool = False, **settings: Any) -
     )
 
 
-def test_soft_targets_are_over_the_classes_that_all_tasks_have(lab: Lab) -> None:
-    """Of joint training, whose feed has both tasks."""
+def test_soft_targets_cover_the_classes_shared_by_all_tasks(lab: Lab) -> None:
+    """Uses joint training, because its feed has both tasks."""
     cards = [make_card(lab.folder, quarters) for quarters in (0, 1)]
     tasks = [{"card": card, "name": name} for card, name in zip(cards, NAMES, strict=True)]
     run = lab.run_of(
@@ -88,7 +88,7 @@ def test_soft_targets_are_over_the_classes_that_all_tasks_have(lab: Lab) -> None
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", DOMAINS)
-def test_every_method_answers_with_the_classes_that_all_tasks_have(lab: Lab, name: str) -> None:
+def test_every_method_predicts_the_classes_shared_by_all_tasks(lab: Lab, name: str) -> None:
     run = run_of(lab, name)
     rows = run.evaluated(1)["rows"]
     assert [row["task"] for row in rows] == list(NAMES)
@@ -119,7 +119,7 @@ def test_one_head_is_trained_on_all_domains(lab: Lab, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["er", "simplecil", "s_prompts"])
 def test_the_next_domain_is_measured_before_it_is_learned(lab: Lab, name: str) -> None:
-    """Of one head, of a head for each task, and of a method that infers the task."""
+    """Covers one head for all tasks, a head for each task, and a method that infers the task."""
     run = run_of(lab, name, measure_next=True)
     measured = run.evaluated(0)["next"]
     served = run.served(0)
@@ -134,7 +134,7 @@ def test_the_next_domain_is_measured_before_it_is_learned(lab: Lab, name: str) -
     assert without.evaluated(1) == run.evaluated(1)
 
 
-def test_heads_of_their_own_compete_class_by_class(lab: Lab) -> None:
+def test_separate_heads_are_combined_by_maximum_per_class(lab: Lab) -> None:
     run = run_of(lab, "simplecil")
     served: Any = run.served(1)
     images = run.images(0)
@@ -152,7 +152,7 @@ def test_ranpac_equals_ridge_regression_on_the_images_of_all_domains(lab: Lab) -
     targets = torch.zeros(32, 3, dtype=torch.float64)
     for task in (0, 1):
         job = run.stages(task)[-1]
-        features = run.artifact(job)  # the stage ran
+        features = run.artifact(job)  # runs the stage
         assert features is not None
         batch = served_features(run, task)
         gram += batch.features.double().T @ batch.features.double()
@@ -179,7 +179,7 @@ def test_a_memory_is_shared_by_the_classes_of_all_domains(lab: Lab) -> None:
     assert counts == [2] * 6
 
 
-def test_a_bundle_answers_with_a_class_and_no_task(lab: Lab) -> None:
+def test_bundle_predicts_a_class_without_a_task(lab: Lab) -> None:
     for name in ("finetune", "ncm"):
         run = run_of(lab, name)
         job = run.evaluate_job(1)

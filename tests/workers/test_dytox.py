@@ -1,5 +1,5 @@
-"""DyTox: its loss and parameter counts as published, what learns and what rests in each step, what
-a task leaves behind."""
+"""Tests of DyTox: its loss and parameter counts as published, the parameters that each step trains,
+and the stored tasks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def images(count: int = 6) -> Tensor:
 
 
 def batch(*tasks: Task, **parts: Any) -> Batch:
-    """Six samples, of the tasks in turn."""
+    """Return six samples that alternate between the tasks."""
     rows = torch.arange(6)
     task_indices = rows % len(tasks)
     labels = torch.tensor(
@@ -66,7 +66,7 @@ def begun(
     settings: BackboneSettings = SMALL,
     **method_settings: Any,
 ) -> Any:
-    """At `step` of the last task; older ones have heads, and samples in the batches."""
+    """Return the method at `step` of the last task. The older tasks have heads."""
     torch.manual_seed(0)
     method = DyTox(build(settings), DyToxSettings(**method_settings), 0)
     method.scenario, method.stream = "class", tasks
@@ -81,7 +81,7 @@ def begun(
 
 
 def stepped(method: Any, *tasks: Task) -> dict[str, bool]:
-    """One optimizer step: which parameters it changed."""
+    """Make an optimizer step, and return name -> whether the parameter has changed."""
     before = {name: p.detach().clone() for name, p in method.named_parameters()}
     optimizer = torch.optim.AdamW([g for g in method.groups if g["params"]], lr=1e-2)
     method.loss(batch(*tasks), START)[0].backward()
@@ -90,8 +90,8 @@ def stepped(method: Any, *tasks: Task) -> dict[str, bool]:
 
 
 # ---- the loss ------------------------------------------------------------------------------------
-def test_the_worked_example_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two old classes and one new; the first sample is of the new one, the second of an old one."""
+def test_loss_matches_the_worked_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are two old classes and a new one. The first sample is new, and the second is old."""
     method = begun(ONE, Task("new", "card", "", ("n1",)))
     monkeypatch.setattr(method, "features", lambda images: torch.zeros(2, 64))
     monkeypatch.setattr(method, "all_logits", lambda e: torch.tensor([[0.0, 1, 2], [1, 0, -1]]))
@@ -108,14 +108,14 @@ def test_the_worked_example_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None
     assert loss.item() == pytest.approx(0.55991621, abs=1e-7)
 
 
-def test_the_distillation_has_its_worked_numbers() -> None:
+def test_distillation_loss_has_the_worked_values() -> None:
     y, z = torch.tensor([[2.0, 0, -1], [0.5, 0.5, 0]]), torch.tensor([[1.0, 1, 0], [0, 1, -1]])
     assert kd_kl(z, y).item() == pytest.approx(0.09367011, abs=1e-7)
     assert kd_kl(z, y, 2.0).item() == pytest.approx(4 * 0.02842763, abs=1e-7)
     assert kd_kl(z, z).item() == pytest.approx(0, abs=1e-7)
 
 
-def test_old_classes_are_one_target_also_where_targets_are_soft() -> None:
+def test_soft_targets_of_old_classes_are_summed() -> None:
     soft = torch.tensor([[0.025, 0.295, 0.025, 0.655], [0.025, 0.655, 0.025, 0.295]])
     assert torch.allclose(
         sum_old_targets(soft, 2), torch.tensor([[0.32, 0.025, 0.655], [0.68, 0.025, 0.295]])
@@ -123,7 +123,7 @@ def test_old_classes_are_one_target_also_where_targets_are_soft() -> None:
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_the_loss_is_put_together_as_published(soft: bool) -> None:
+def test_loss_combines_terms_as_published(soft: bool) -> None:
     method = begun(ONE, TWO)
     method.eval()
     targets = torch.rand(6, 5, generator=torch.Generator().manual_seed(1)) if soft else None
@@ -174,7 +174,7 @@ def test_without_distillation_the_loss_is_the_other_two_terms() -> None:
 
 
 def test_all_tasks_can_share_the_first_token() -> None:
-    """The heads then classify one embedding."""
+    """All heads then classify the same embedding."""
     method = begun(ONE, TWO, THREE, expand_tokens=False).eval()
     heads = [method.heads[task.name] for task in (ONE, TWO, THREE)]
     encoded = method.backbone.forward_features(images())
@@ -207,7 +207,7 @@ def test_a_shared_token_is_stored_once(lab: Lab) -> None:
     assert torch.isfinite(logits).all()
 
 
-def test_a_state_without_its_token_is_damaged_unless_tokens_are_shared() -> None:
+def test_state_without_token_is_refused_unless_tokens_are_shared() -> None:
     method = begun(ONE)
     state, _ = method.finish()
     state.tokens.clear()
@@ -222,8 +222,8 @@ def test_a_state_without_its_token_is_damaged_unless_tokens_are_shared() -> None
                 served.load_task(state)
 
 
-# ---- what learns ---------------------------------------------------------------------------------
-def test_training_moves_the_network_and_the_new_token_and_no_older_one() -> None:
+# ---- trained parameters --------------------------------------------------------------------------
+def test_training_updates_everything_except_old_tokens_and_heads() -> None:
     method = begun(ONE, TWO)
     taught = copy.deepcopy(method.before[0].state_dict())
     moved = stepped(method, ONE, TWO)
@@ -234,7 +234,7 @@ def test_training_moves_the_network_and_the_new_token_and_no_older_one() -> None
     assert not method.before[0].training
 
 
-def test_the_balanced_step_rests_the_encoder_and_moves_all_tokens_and_heads() -> None:
+def test_balanced_step_updates_everything_except_the_encoder() -> None:
     method = begun(ONE, TWO, step="finetune")
     assert not method.backbone.training
     assert method.decoder.training
@@ -247,7 +247,7 @@ def test_the_balanced_step_rests_the_encoder_and_moves_all_tokens_and_heads() ->
     assert loss.requires_grad
 
 
-def test_a_new_task_changes_no_old_answer_before_it_is_trained() -> None:
+def test_untrained_new_task_does_not_change_old_logits() -> None:
     method = begun(ONE, TWO)
     before = method.eval().logits(images(), None)
     method.stream = (ONE, TWO, THREE)
@@ -257,7 +257,7 @@ def test_a_new_task_changes_no_old_answer_before_it_is_trained() -> None:
     assert torch.allclose(after[:, :5], before, atol=1e-6)
 
 
-def test_answers_of_a_task_are_its_own_tokens_and_heads() -> None:
+def test_answers_of_a_task_depend_only_on_its_token_head() -> None:
     method = begun(ONE, TWO, THREE).eval()
     before = method.logits(images(), None)
     with torch.no_grad():
@@ -270,7 +270,7 @@ def test_answers_of_a_task_are_its_own_tokens_and_heads() -> None:
     assert torch.equal(method.logits(images(), "two"), after[:, 2:5])
 
 
-def test_heads_of_different_sizes_answer_as_one_by_one() -> None:
+def test_batched_heads_equal_separate_heads_of_different_sizes() -> None:
     network = begun(ONE, TWO, THREE).eval().network()
     with torch.no_grad():
         for p in network.parameters():
@@ -283,8 +283,8 @@ def test_heads_of_different_sizes_answer_as_one_by_one() -> None:
         )
 
 
-def test_on_a_vision_transformer_patches_may_change_places_with_their_positions() -> None:
-    """T11: attention without places of its own, then tokens that ask all patches."""
+def test_permuting_patches_with_their_positions_keeps_vit_embeddings() -> None:
+    """Attention has no positions of its own, and task tokens attend to all patches (T11)."""
     method = begun(
         ONE,
         TWO,
@@ -316,7 +316,7 @@ def test_on_a_vision_transformer_patches_may_change_places_with_their_positions(
         (224, 10, 100, 11_407_252),
     ],
 )
-def test_the_whole_network_has_the_published_size_to_the_unit(
+def test_network_has_the_published_parameter_count(
     image: int, tasks: int, classes: int, total: int
 ) -> None:
     with torch.device("meta"):
@@ -334,7 +334,7 @@ def test_the_whole_network_has_the_published_size_to_the_unit(
     assert sum(p.numel() for p in network.parameters()) == total
 
 
-def test_a_task_leaves_its_token_and_its_head() -> None:
+def test_task_state_contains_only_token_and_head() -> None:
     method = begun(ONE, TWO, step="finetune")
     state = TaskState.from_bytes(method.finish()[0].to_bytes())
     assert state.sizes() == {
@@ -353,7 +353,7 @@ def test_a_task_leaves_its_token_and_its_head() -> None:
 
 
 # ---- other encoders, refusals --------------------------------------------------------------------
-def test_the_decoder_stands_in_the_place_of_a_vision_transformers_last_block() -> None:
+def test_decoder_replaces_last_block_of_vision_transformer() -> None:
     method = begun(
         ONE,
         TWO,
@@ -380,7 +380,7 @@ def test_the_decoder_stands_in_the_place_of_a_vision_transformers_last_block() -
     )
 
 
-def test_what_it_cannot_work_with_is_refused() -> None:
+def test_base_task_shallow_backbone_and_small_memory_are_refused() -> None:
     base = Task("base", "card", "", ("x", "y"), "base")
     with pytest.raises(
         UserError,
@@ -406,7 +406,7 @@ def test_what_it_cannot_work_with_is_refused() -> None:
     DyTox.check_backbone(DyToxSettings(), build(SMALL), (ONE, TWO))
 
 
-def test_new_tokens_are_drawn_for_the_task_and_not_for_its_place() -> None:
+def test_initial_token_depends_on_task_name_not_position() -> None:
     a, b = TokenHeads(32), TokenHeads(32)
     for name in ("x", "y"):
         a.add(name, 2, 0)
@@ -418,7 +418,7 @@ def test_new_tokens_are_drawn_for_the_task_and_not_for_its_place() -> None:
 
 
 # ---- sharpness -----------------------------------------------------------------------------------
-def test_inside_an_ascent_weights_stand_uphill_and_afterwards_where_they_were() -> None:
+def test_ascend_moves_weights_uphill_and_restores_them() -> None:
     torch.manual_seed(1)
     weights = [
         torch.randn(3, 2, requires_grad=True),
@@ -444,14 +444,14 @@ def test_inside_an_ascent_weights_stand_uphill_and_afterwards_where_they_were() 
     assert all(torch.equal(w, old) for w, old in zip(weights, before, strict=True))
 
 
-def test_the_step_takes_its_gradient_uphill_from_the_second_task_on() -> None:
+def test_sam_radius_is_positive_only_when_training_later_tasks() -> None:
     assert begun(ONE, rho=3.0).sam_radius() == 0
     assert begun(ONE, TWO, step="finetune", rho=3.0).sam_radius() == 0
     method = begun(ONE, TWO, rho=3.0)
     assert method.sam_radius() == 3.0
 
 
-def test_a_sharpness_aware_step_is_two_gradients_and_one_move(
+def test_only_training_of_later_tasks_takes_sharpness_aware_steps(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[float] = []
@@ -465,9 +465,9 @@ def test_a_sharpness_aware_step_is_two_gradients_and_one_move(
     run = lab.run_of("dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": {"rho": 3.0}})
     run.carried(1)
     assert [job.step for job in run.stages(1)] == ["train", "herd", "finetune"]
-    images = 5 * 36  # of both tasks, without those held out for validation
+    images = 5 * 36  # of both tasks, without validation images
     assert calls == [3.0] * -(-images // 16), (
-        "each step of the second task's training, and no other"
+        "only the steps of the second task's training must ascend"
     )
 
 
@@ -488,9 +488,11 @@ def test_memory_is_shared_equally_and_older_lists_are_shortened(lab: Lab) -> Non
     assert [job.step for job in run.stages(0)] == ["train", "herd"]
 
 
-def test_in_a_chain_each_step_leaves_what_it_freezes_to_the_last_bit(lab: Lab) -> None:
-    """Training an old token and head, herding everything, the balanced step the encoder, which
-    learns on as many images of each class."""
+def test_each_step_keeps_its_frozen_tensors_bit_identical(lab: Lab) -> None:
+    """`train` freezes old tokens and heads, `herd` everything, and the balanced step the encoder.
+
+    The balanced step trains on the same number of images of each class.
+    """
     run = lab.run_of(
         "dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": {"memory": 20}}
     )

@@ -1,4 +1,4 @@
-"""E2E: its loss, the balanced images that it is fine-tuned on, and the exemplars that it keeps."""
+"""Tests of the E2E method: its loss, the balanced set, and the exemplars."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workers.storage.taskstate import Carried
 
 # ---- the loss ------------------------------------------------------------------------------------
 def distillation_loss(kd: str, student: Tensor, teacher: Tensor, tau: float) -> Tensor:
-    """Return the loss between logits of one task, (samples, classes), at temperature `tau`."""
+    """Return the loss between the logits (samples, classes) of one task at temperature `tau`."""
     student_share = (student / tau).softmax(1)
     teacher_share = (teacher / tau).softmax(1)
     if kd == "bce":
@@ -36,10 +36,10 @@ def distillation_loss(kd: str, student: Tensor, teacher: Tensor, tau: float) -> 
     [("bce", 2.0, "mean"), ("bce", 1.0, "mean"), ("ce", 2.0, "mean"), ("ce", 2.0, "sum")],
 )
 @pytest.mark.parametrize(("step", "held"), [("train", "ab"), ("finetune", "abc")])
-def test_the_loss_is_cross_entropy_plus_the_distillation_over_the_teachers_tasks(
+def test_loss_is_cross_entropy_plus_distillation_over_teacher_tasks(
     step: str, held: str, kd: str, tau: float, over_tasks: str
 ) -> None:
-    """In `finetune` the teacher has the classes of the new task too."""
+    """In `finetune`, the teacher also has the classes of the new task."""
     method = begun("e2e", A, B, C, step=step, kd=kd, tau=tau, over_tasks=over_tasks)
     mixed_batch = batch(A, B, C)
     images = mixed_batch.images
@@ -68,7 +68,7 @@ def test_the_loss_of_the_first_task_is_cross_entropy_alone() -> None:
     assert torch.equal(loss, F.cross_entropy(method.logits(batch(A).images, None), batch(A).labels))
 
 
-def test_fine_tuning_starts_from_its_teachers_weights_and_trains_all_of_them() -> None:
+def test_fine_tuning_starts_at_teacher_and_trains_all_weights() -> None:
     method = begun("e2e", A, B, step="finetune")
     assert all(p.requires_grad for p in method.parameters())
     method.classification_loss = lambda features, batch: features.sum() * 0
@@ -81,7 +81,7 @@ def test_fine_tuning_starts_from_its_teachers_weights_and_trains_all_of_them() -
 def noisy(
     step: int = 0, rows: slice = slice(None), done: int = 0, **settings: Any
 ) -> dict[str, Tensor]:
-    """Return parameter -> the noise that a step adds to a gradient of zero."""
+    """Return parameter -> the noise that a step adds to a zero gradient."""
     method = begun("e2e", A, **settings)
     method.loss(batch(A, step=step, rows=rows), Progress(0, done, 1, 1000))
     for p in method.parameters():
@@ -92,7 +92,7 @@ def noisy(
     return {name: p.grad for name, p in method.named_parameters() if p.grad is not None}
 
 
-def test_gradients_get_noise_of_the_decaying_variance_when_noise_is_on() -> None:
+def test_noise_setting_adds_gradient_noise_of_decaying_variance() -> None:
     assert not any(bool(g.any()) for g in noisy().values())
     for done in (0, 99):
         drawn = noisy(noise=True, done=done)
@@ -102,7 +102,7 @@ def test_gradients_get_noise_of_the_decaying_variance_when_noise_is_on() -> None
         assert abs(float(flat.mean())) < 0.01
         starts = [g.flatten()[:32] for g in drawn.values() if g.numel() >= 32]
         assert len({tuple(start.tolist()) for start in starts}) == len(starts), (
-            "no two parameters may get the same noise"
+            "parameters must get different noise"
         )
 
 
@@ -130,10 +130,10 @@ def exemplars_by_class(carried: Carried) -> dict[str, int]:
     return counts
 
 
-def test_fine_tuning_sees_equally_many_images_of_each_class_and_fewer_are_kept(lab: Lab) -> None:
+def test_fine_tuning_uses_balanced_exemplars_before_memory_is_reduced(lab: Lab) -> None:
     """A memory of 10 keeps 5 images of each of the first two classes.
 
-    Fine-tuning sees 5 of each of the five classes; 2 of each are kept in the end.
+    Fine-tuning uses 5 images of each of the five classes. After it, 2 of each are kept.
     """
     run = stream(lab, "e2e", memory=10)
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
@@ -160,8 +160,8 @@ def test_fine_tuning_sees_equally_many_images_of_each_class_and_fewer_are_kept(l
     assert not torch.equal(before, after)
 
 
-def test_the_exemplars_that_are_kept_are_chosen_by_the_fine_tuned_network(lab: Lab) -> None:
-    """They are nearest to the mean feature, not normalized, of all images of their class."""
+def test_exemplars_are_selected_with_fine_tuned_features(lab: Lab) -> None:
+    """The exemplars are nearest to the mean of the unnormalized features of their class."""
     run = stream(lab, "e2e", memory=10)
     assert E2eSettings().selection == "closest"
     live = run.live(1).eval()
@@ -200,7 +200,7 @@ def test_the_teacher_of_fine_tuning_is_the_network_after_training(lab: Lab) -> N
     assert [*teacher.heads] == ["two", "three"]
 
 
-def test_a_base_task_gets_exemplars_and_the_task_after_it_is_fine_tuned(lab: Lab) -> None:
+def test_base_task_gets_exemplars_and_next_task_is_fine_tuned(lab: Lab) -> None:
     run = stream(lab, "e2e", base="two", memory=10)
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["herd"],

@@ -1,4 +1,4 @@
-"""EASE: golden values of its prototypes, and the promises of its subspaces."""
+"""Tests of EASE: golden values, prototypes, answers and states."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def learned() -> Any:
 
 
 # ---- golden values -------------------------------------------------------------------------------
-# classes a, b of task 0 and c, d of task 1, (K, subspaces, d)
+# Prototypes (K, subspaces, d) of classes a, b of task 0 and of classes c, d of task 1.
 OLD = torch.tensor([[[1.0, 0]], [[0, 1]]])
 NEW = torch.tensor([[[1.0, 1], [0, 1]], [[1, -1], [1, 1]]])
 
@@ -50,7 +50,7 @@ def test_prototypes_of_earlier_classes_are_synthesised_from_new_ones() -> None:
     assert old[1, 1].tolist() == close(0.19557032, 1)
 
 
-def test_logits_have_the_golden_values() -> None:
+def test_logits_equal_the_reference_values() -> None:
     features = normalise_parts(torch.tensor([[0.8, 0.6, 0.6, 0.8]]), 2)
     method = make("ease", alpha=0.1)
     weights = [method.weigh(part, own) for own, part in enumerate(complete_prototypes([OLD, NEW]))]
@@ -58,8 +58,8 @@ def test_logits_have_the_golden_values() -> None:
     assert logits[0].tolist() == close(0.89838699, 0.69002868, 0.89899495, 1.00409163)
 
 
-def test_synthesis_takes_the_classes_of_all_later_tasks() -> None:
-    """Sizes differ, and the task between has as many subspaces as tasks up to it."""
+def test_synthesis_uses_the_classes_of_all_later_tasks() -> None:
+    """The tasks have different sizes. The second task has prototypes in two subspaces."""
     generator = torch.Generator().manual_seed(0)
     stored = [torch.randn(k, j, 5, generator=generator) for k, j in ((3, 1), (2, 2), (4, 3))]
     first, second, third = complete_prototypes(stored)
@@ -95,14 +95,14 @@ def test_prototypes_are_class_means_in_all_subspaces_so_far(learned: Any) -> Non
     assert carried.tensors == {}
 
 
-def test_later_tasks_leave_stored_prototypes_and_adapters(learned: Any) -> None:
+def test_later_tasks_do_not_change_earlier_states(learned: Any) -> None:
     states, _ = learned
     early, _ = learn_all("ease", STREAM[:2])
     for first, last in zip(early, states, strict=False):
         assert first.to_bytes() == last.to_bytes()
 
 
-def test_each_task_starts_new_adapters(learned: Any) -> None:
+def test_each_task_trains_new_adapters(learned: Any) -> None:
     states, _ = learned
     method = make("ease", STREAM)
     for state in states[:2]:
@@ -120,7 +120,7 @@ def test_each_task_starts_new_adapters(learned: Any) -> None:
     }
 
 
-def test_training_is_the_cross_entropy_of_cosines_over_the_tasks_own_classes() -> None:
+def test_training_loss_is_cross_entropy_over_cosines_of_task_classes() -> None:
     method = make("ease", STREAM, dropout=0.0, head_scale=4.0)
     begun(method, TWO)
     loss, _ = method.loss(batch(classes=3), PROGRESS)
@@ -133,7 +133,7 @@ def test_training_is_the_cross_entropy_of_cosines_over_the_tasks_own_classes() -
 
 
 # ---- answers -------------------------------------------------------------------------------------
-def test_answers_follow_from_the_equation(learned: Any) -> None:
+def test_logits_follow_the_equation(learned: Any) -> None:
     states, carried = learned
     method = serve("ease", states, carried, alpha=0.3)
     full = complete_prototypes([state.head["weight"] for state in states])
@@ -152,7 +152,7 @@ def test_answers_follow_from_the_equation(learned: Any) -> None:
     assert logits.shape == (8, 9)
 
 
-def test_with_alpha_0_a_class_is_scored_in_its_own_subspace_alone(learned: Any) -> None:
+def test_alpha_zero_scores_classes_only_in_their_own_subspace(learned: Any) -> None:
     states, carried = learned
     method = serve("ease", states, carried, alpha=0.0)
     with torch.no_grad():
@@ -164,8 +164,8 @@ def test_with_alpha_0_a_class_is_scored_in_its_own_subspace_alone(learned: Any) 
             assert torch.allclose(logits[:, columns], expected, atol=1e-5)
 
 
-def test_given_the_task_nothing_is_forgotten(learned: Any) -> None:
-    """Its answers are bit-equal to those right after its training; without the task they move."""
+def test_answers_with_given_task_do_not_change_with_later_tasks(learned: Any) -> None:
+    """The answers are bit-equal to those right after training. Without the task, they change."""
     states, carried = learned
     late, early = serve("ease", states, carried), serve("ease", states[:2], carried)
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_given_the_task_nothing_is_forgotten(learned: Any) -> None:
     assert moved.abs().max() > 1e-4
 
 
-def test_an_answer_does_not_depend_on_the_batch(learned: Any) -> None:
+def test_logits_do_not_depend_on_the_batch(learned: Any) -> None:
     states, carried = learned
     method = serve("ease", states, carried)
     with torch.no_grad():
@@ -187,7 +187,7 @@ def test_an_answer_does_not_depend_on_the_batch(learned: Any) -> None:
             assert torch.allclose(alone, whole, atol=1e-5)
 
 
-def test_answering_changes_no_tensor(learned: Any) -> None:
+def test_inference_changes_no_tensor(learned: Any) -> None:
     states, carried = learned
     method = serve("ease", states, carried)
     before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
@@ -199,7 +199,7 @@ def test_answering_changes_no_tensor(learned: Any) -> None:
     assert compute_digest(method.backbone) == method.backbone_digest
 
 
-def test_validation_in_training_scores_the_task_by_its_cosine_head(learned: Any) -> None:
+def test_validation_during_training_uses_the_cosine_head(learned: Any) -> None:
     states, _ = learned
     method = make("ease", STREAM)
     for state in states[:2]:
@@ -215,7 +215,7 @@ def test_validation_in_training_scores_the_task_by_its_cosine_head(learned: Any)
 
 
 # ---- states --------------------------------------------------------------------------------------
-def test_a_task_stores_as_many_floats_as_published() -> None:
+def test_number_of_adapter_floats_matches_the_paper() -> None:
     with torch.device("meta"), mock.patch.object(base, "compute_digest", return_value=""):
         method = Ease(build(BackboneSettings(name="vit_base_patch16_224")), EaseSettings(), 0)
         method.is_learning, method.task = True, ONE
@@ -268,8 +268,8 @@ def test_a_task_without_the_adapters_of_earlier_tasks_is_refused(learned: Any) -
 
 
 @pytest.mark.slow
-def test_removal_of_a_task_that_others_need_is_refused(lab: Lab, tmp_path: Path) -> None:
-    """The last task of a stream can be removed: the others answer as before it."""
+def test_removal_of_a_task_needed_by_later_tasks_is_refused(lab: Lab, tmp_path: Path) -> None:
+    """The last task of a stream can be removed without a change of the other answers."""
     run = finished(lab, "ease", "task", epochs=1)
     folder = str(tmp_path / "model")
     run.bundle.write(folder)
@@ -282,8 +282,8 @@ def test_removal_of_a_task_that_others_need_is_refused(lab: Lab, tmp_path: Path)
     assert [answer.row() for answer in left.predict(pixels[:6], "two")] == before
 
 
-def test_feature_extraction_reads_the_task_alone() -> None:
-    """`data_of` raises an error for any other split; images of earlier tasks are not in it."""
+def test_feature_extraction_reads_only_images_of_the_task() -> None:
+    """`data_of` raises an error for any other split, and has no images of earlier tasks."""
     method = make("ease", (ONE,))
     torch.manual_seed(0)
     begun(method, ONE)

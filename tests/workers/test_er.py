@@ -1,5 +1,5 @@
-"""Replay from a reservoir: which images it keeps, which batches it gives on any number of ranks;
-and the loss of `er` by hand."""
+"""Tests of replay from a reservoir: the kept images, the batches on any number of ranks, and the
+loss of `er`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def reservoir(count: int, size: int, seed: int) -> list[str]:
     return list(chain(*memory["t"].values()))
 
 
-def test_each_subset_is_equally_likely() -> None:
-    """Six images, three slots: each of 20 subsets 1/20, each image 1/2 (off by one: 2/5, 3/5)."""
+def test_reservoir_keeps_each_subset_with_equal_probability() -> None:
+    """With six images and three slots, each of the 20 subsets has probability 1/20, and each image
+    1/2. An off-by-one error would give 2/5 or 3/5."""
     draws = [frozenset(reservoir(6, 3, seed)) for seed in range(4000)]
     shares = [draws.count(frozenset(s)) / len(draws) for s in combinations("012345", 3)]
     assert shares == pytest.approx([1 / 20] * 20, abs=0.014), "four standard deviations"
@@ -43,7 +44,7 @@ def test_each_subset_is_equally_likely() -> None:
     assert kept == pytest.approx([1 / 2] * 6, abs=0.032)
 
 
-def test_reservoir_of_parts_is_that_of_the_whole() -> None:
+def test_incremental_reservoir_equals_reservoir_of_all_images() -> None:
     keys = [str(i) for i in range(40)]
     whole = keep_reservoir({"b": {"x": keys[:10], "w": keys[10:20]}, "a": {"y": keys[20:]}}, 7, 3)
     first = keep_reservoir({"b": {"x": keys[:10], "w": keys[10:20]}}, 7, 3)
@@ -54,7 +55,7 @@ def test_reservoir_of_parts_is_that_of_the_whole() -> None:
     assert keep_reservoir({"a": {"y": keys}}, 99, 3)["a"]["y"] != keys, "sorted by priority"
 
 
-def test_replayed_images_are_part_of_the_training_that_was_given(lab: Lab) -> None:
+def test_training_budget_counts_replayed_images(lab: Lab) -> None:
     run = run_of(lab, replay_batch=7)
     first, second = (run.artifact(run.stages(task)[0]).manifest for task in (0, 1))
     assert "replayed" not in first["length"]
@@ -76,11 +77,13 @@ def test_draws_are_uniform_and_without_replacement() -> None:
     assert counts == pytest.approx(np.full(10, 40), abs=20)
     other = DrawnOrder(10, (4, 4), 50, seed=1, epoch=1)
     assert not np.array_equal(other.rows(0, everything), rows[0])
-    assert DrawnOrder(3, (4, 4), 50, seed=1, epoch=0).size(0) == 6, "a small memory as a whole"
+    assert DrawnOrder(3, (4, 4), 50, seed=1, epoch=0).size(0) == 6, (
+        "a small memory is drawn completely"
+    )
 
 
 def test_replay_batches_do_not_depend_on_ranks(lab: Lab) -> None:
-    """Neither on ranks nor on micro-batches, nor on the step that an epoch begins with."""
+    """They also do not depend on micro-batches or on the first step of an epoch."""
     run = run_of(lab, memory=12)
     slots = list_slots(run.carried(0).meta["memory"])
     whole = [step for (step,) in feed_of(run, Group()).epoch(0)]
@@ -109,8 +112,8 @@ def test_replay_batches_do_not_depend_on_ranks(lab: Lab) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", RESERVOIR)
 def test_two_ranks_train_like_one(lab: Lab, method: str, tmp_path: Path) -> None:
-    """Up to the order of sums; the memory is the same. The last batches of both feeds are ragged
-    or give a rank nothing."""
+    """Tensors agree up to the order of summation, and the memory is equal. The last batches of both
+    feeds are ragged or leave a rank without images."""
     settings = {"memory": 5, "replay_batch": 3}
     run = lab.run_of(method, SGD, settings=settings, scenario="class")
     run.trained(1)
@@ -142,7 +145,7 @@ def test_a_stage_replays_old_images_beside_its_own(lab: Lab, method: str) -> Non
     row = history(run.artifact(run.stages(1)[0]))[0]
     assert row["images"] == 3 * 36, "exemplars are not in the epoch"
     assert {"replay", "mse"} & row.keys()
-    replays_own = method == "er_ace"  # else no term would set new classes against old ones
+    replays_own = method == "er_ace"  # its other term does not compare new with old classes
     row = history(run.artifact(run.stages(0)[0]))[0]
     assert bool({"replay", "mse"} & row.keys()) == replays_own
 
@@ -156,7 +159,7 @@ def test_mixed_labels_are_refused(method: str) -> None:
 
 
 # ---- the loss ------------------------------------------------------------------------------------
-def test_er_is_one_mean_over_both_batches() -> None:
+def test_er_loss_is_one_mean_over_both_batches() -> None:
     method = identity("er", (ONE,))
     images = rows(Z, [0, 2], replay=rows(Z2, [0, 1]))
     together = torch.tensor([*Z, *Z2])

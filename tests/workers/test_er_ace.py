@@ -1,4 +1,4 @@
-"""ER-ACE: the worked values, and no gradient for outputs of old classes."""
+"""Tests of ER-ACE: worked values, and no gradient from new images for outputs of old classes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from class_incremental_steps import START, A, B, batch, begun, moved
 from reservoir_steps import NEW, OLD, Z2, Z, identity, losses, rows
 
 
-def test_er_ace_masks_old_classes_of_new_images_alone() -> None:
-    """Unmasked, the first term would be 1.940453."""
+def test_er_ace_masks_old_classes_only_for_new_images() -> None:
+    """Without the mask, the first term would be 1.940453."""
     method = identity("er_ace", (OLD, NEW))
     method.training_tasks = (OLD, NEW)
     replay = rows(Z2, [0, 0])

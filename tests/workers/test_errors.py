@@ -1,4 +1,4 @@
-"""Texts of errors: one line, never empty."""
+"""Tests of error texts: one line, and never empty."""
 
 from __future__ import annotations
 

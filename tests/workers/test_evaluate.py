@@ -1,5 +1,4 @@
-"""Promises of measuring, and of what a step is given: all outputs compete in scenario `class`,
-canaries, memory, merged carries."""
+"""Tests of evaluation and step inputs: competing outputs, canaries, memory, and carried states."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def predictions(artifact: Artifact) -> list[dict[str, Any]]:
 
 # ---- scenario `class` ----------------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["finetune", "joint"])
-def test_where_the_task_is_not_told_all_outputs_compete(lab: Lab, method: str) -> None:
+def test_all_outputs_compete_in_class_incremental_evaluation(lab: Lab, method: str) -> None:
     run = in_class_scenario(lab, method)
     evaluation, served = run.evaluated(1), run.served(1)
     assert evaluation["rewrites"] is True
@@ -73,7 +72,7 @@ def test_where_the_task_is_not_told_all_outputs_compete(lab: Lab, method: str) -
         assert row["correct_task_aware"] == int(
             (logits[:, first : first + SIZES[task_index]].argmax(1) + first == labels).sum()
         )
-        assert row["correct_top5"] == row["total"] == len(labels), "there are five classes"
+        assert row["correct_top5"] == row["total"] == len(labels), "there are only five classes"
         assert row["correct"] <= row["correct_task_aware"]
 
 
@@ -81,7 +80,7 @@ def test_where_the_task_is_not_told_all_outputs_compete(lab: Lab, method: str) -
 def test_top5_counts_class_among_first_five(
     classes: int,
 ) -> None:
-    """Of the later of two tasks, over all classes so far: two and then so many."""
+    """Evaluate the second of two tasks. The first has two classes, the second has `classes`."""
     method, tasks = (
         tiny(FineTune),
         (Task("a", "c", "k", ("x", "y")), Task("b", "c", "k", tuple("0123456"[:classes]))),
@@ -101,9 +100,9 @@ def test_top5_counts_class_among_first_five(
     assert (row["correct_top5"] == 40) == (classes <= 3)
 
 
-def test_fine_tuning_answers_with_the_newest_classes_and_joint_training_does_not(lab: Lab) -> None:
-    """Old heads are trained by new samples alone: what both knew of the first task is lost where
-    the outputs compete. Three epochs leave joint training at 20 to 75 %, depending on the seed."""
+def test_fine_tuning_forgets_first_task_and_joint_training_does_not(lab: Lab) -> None:
+    """`finetune` trains old heads on new samples only. If outputs compete, it loses the first task.
+    After three epochs, `joint` is at 20 to 75 %, depending on the seed."""
     old = {
         method: in_class_scenario(lab, method).evaluated(1)["rows"][0]
         for method in ("finetune", "joint")
@@ -112,7 +111,7 @@ def test_fine_tuning_answers_with_the_newest_classes_and_joint_training_does_not
     assert old["joint"]["correct"] > 0.4 * old["joint"]["total"]
 
 
-def test_the_validation_of_the_loop_lets_all_outputs_compete_too(lab: Lab) -> None:
+def test_all_outputs_compete_in_class_incremental_validation(lab: Lab) -> None:
     run = in_class_scenario(lab, "joint")
     live, job = run.live(1), run.stages(1)[0]
     correct, aware, total = 0, 0, 0
@@ -130,10 +129,10 @@ def test_the_validation_of_the_loop_lets_all_outputs_compete_too(lab: Lab) -> No
     )
     last = history(run.trained(1))[-1]
     assert (last["val_correct"], last["val_total"]) == (correct, total)
-    assert correct < aware, "else it would not matter"
+    assert correct < aware, "the two accuracies must differ for this test"
 
 
-def test_the_head_of_a_base_task_competes_from_the_first_task_on(lab: Lab) -> None:
+def test_base_task_head_competes_and_is_trained_further(lab: Lab) -> None:
     run = in_class_scenario(lab, "finetune", base=True)
     job = run.jobs["finetune/three/train"]
     assert list(job.states) == ["two"]
@@ -143,7 +142,7 @@ def test_the_head_of_a_base_task_competes_from_the_first_task_on(lab: Lab) -> No
     }
     base = TaskState.from_bytes(Artifact.need(job.root, job.states["two"]).read("task.safetensors"))
     assert not torch.equal(stored.tensors["heads/two/bias"], base.head["bias"]), (
-        "it is trained on, as its outputs compete"
+        "the head is trained further, because its outputs compete"
     )
 
 
@@ -156,7 +155,7 @@ def test_the_loss_is_the_cross_entropy_over_all_outputs(soft: bool) -> None:
         tasks,
         tasks[1:] if soft else tasks,
     )
-    for task in reversed(tasks):  # loaded in any order, the outputs stand in the stream's
+    for task in reversed(tasks):  # outputs have stream order, whatever the load order
         method.heads.add(task.name, task.num_classes, 0)
     features = torch.randn(4, 32)
     labels, which = (
@@ -174,7 +173,7 @@ def test_the_loss_is_the_cross_entropy_over_all_outputs(soft: bool) -> None:
     assert method.class_slices() == {"two": slice(0, 2), "three": slice(2, 5)}
 
 
-def test_a_method_that_needs_the_task_says_so() -> None:
+def test_task_incremental_method_refuses_images_without_a_task() -> None:
     method = tiny(Linear)
     method.heads.add("a", 2, 0)
     with pytest.raises(UserError, match=r"'linear' needs to be told the task; give one of \['a'\]"):
@@ -190,7 +189,7 @@ def tiny(cls: type[M]) -> M:
 
 
 # ---- canaries ------------------------------------------------------------------------------------
-def test_a_star_measures_the_task_before_again_beside_the_new_one(lab: Lab) -> None:
+def test_evaluation_repeats_previous_task_as_canary(lab: Lab) -> None:
     run = lab.run("meat")
     first, second = run.evaluated(0), run.evaluated(1)
     assert first["rewrites"] is second["rewrites"] is False
@@ -199,7 +198,7 @@ def test_a_star_measures_the_task_before_again_beside_the_new_one(lab: Lab) -> N
     assert second["canary"] == first["rows"][0]
 
 
-def test_the_canary_tells_a_method_that_breaks_its_promise(
+def test_canary_detects_changed_logits_of_previous_task(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Drifts(Linear):
@@ -230,9 +229,9 @@ def test_missing_test_data_skips_canary_only(
     assert caught.value.key == "1" * 32
 
 
-def test_no_rank_measures_a_canary_that_another_has_no_data_for(lab: Lab) -> None:
+def test_canary_is_skipped_if_any_rank_lacks_data(lab: Lab) -> None:
     class Beside(Group):
-        """Beside a rank that found the test data gone."""
+        """A group in which the other rank did not find the test data."""
 
         def gather(self, value: Any) -> list[Any]:
             return [value, None]
@@ -246,7 +245,7 @@ def test_no_rank_measures_a_canary_that_another_has_no_data_for(lab: Lab) -> Non
     assert canary(job, method, job.tasks[0], Beside()) is None
 
 
-# ---- what a step starts from ---------------------------------------------------------------------
+# ---- inputs of a step ----------------------------------------------------------------------------
 def carrying(root: str, key: str, carried: Carried) -> str:
     attempt = Attempt(root, key)
     attempt.write("carried.safetensors", carried.to_bytes())
@@ -254,9 +253,7 @@ def carrying(root: str, key: str, carried: Carried) -> str:
     return key
 
 
-def test_steps_side_by_side_hand_on_together_and_never_the_same_name(
-    lab: Lab, tmp_path: Path
-) -> None:
+def test_parallel_steps_merge_carried_state_and_refuse_name_clash(lab: Lab, tmp_path: Path) -> None:
     herd = carrying(
         str(tmp_path), "herd", Carried({"means": torch.ones(2)}, {"memory": {"two": ["a"]}})
     )
@@ -282,8 +279,8 @@ def test_steps_side_by_side_hand_on_together_and_never_the_same_name(
 
 
 class Rehearses(FineTune):
-    """Keeps four samples of each task, and trains on those of earlier tasks too; then on remembered
-    samples alone."""
+    """Keeps four samples of each task. `train` adds those of earlier tasks, and `balance` uses only
+    kept samples."""
 
     name = "rehearses"
     reads = "seen"
@@ -318,7 +315,7 @@ class Rehearses(FineTune):
         return state, carried
 
 
-def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(
+def test_memory_samples_are_trained_with_task_samples_and_counted(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METHODS, Rehearses.name, Rehearses)
@@ -327,12 +324,12 @@ def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(
     own_images = history(run.artifact(run.stages(0)[0]))[0]["images"] // SIZES[0] * SIZES[1]
     assert history(run.artifact(train))[0]["images"] == own_images + Rehearses.KEPT
     assert history(run.artifact(balance))[0]["images"] == 2 * Rehearses.KEPT, (
-        "of the task itself too, what is named and no more"
+        "only kept samples may be used, also of the current task"
     )
     live = lab.live[train.key]
     assert isinstance(live, Rehearses)
     assert [t.name for t in live.training_tasks] == [*TASKS]
-    assert live.loaded == ["two"], "the states of earlier tasks were there before it began"
+    assert live.loaded == ["two"], "states of earlier tasks must be loaded before `begin`"
     feed = Feed(train, train.tasks, "train", Group(), True, {"two": live.memory_keys["two"]})
     assert live.rates.full_rate_steps == optim.full_rate_steps(
         train.train.epochs * feed.steps_per_epoch, feed.steps_per_epoch, train.train
@@ -343,7 +340,7 @@ def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(
     assert set(feed.samples.labels[first].tolist()) == {0}
 
 
-def test_a_remembered_sample_that_is_not_there_is_named(lab: Lab) -> None:
+def test_error_names_memory_sample_missing_from_train_split(lab: Lab) -> None:
     job = lab.run("finetune").stages(1)[0]
     with pytest.raises(
         UserError, match="task 'two': sample 'lost' is in the memory and not in its train split"
@@ -351,7 +348,7 @@ def test_a_remembered_sample_that_is_not_there_is_named(lab: Lab) -> None:
         Feed(job, job.tasks, "train", Group(), True, {"two": ["lost"]})
 
 
-def test_a_second_step_meets_the_same_samples_in_another_order(lab: Lab) -> None:
+def test_second_training_step_uses_a_different_sample_order(lab: Lab) -> None:
     job = lab.run("finetune").stages(0)[0]
     feeds = [
         Feed(replace(job, step=step), job.tasks, "train", Group(), True)
@@ -360,8 +357,8 @@ def test_a_second_step_meets_the_same_samples_in_another_order(lab: Lab) -> None
     assert feeds[0].seed == feeds[1].seed != feeds[2].seed
 
 
-# ---- what is recorded ----------------------------------------------------------------------------
-def test_a_column_that_begins_later_is_kept() -> None:
+# ---- records -------------------------------------------------------------------------------------
+def test_history_keeps_column_that_first_appears_in_later_epoch() -> None:
     table = pq.read_table(
         pa.BufferReader(
             loop.to_parquet([{"epoch": 0, "loss": 1.0}, {"epoch": 1, "loss": 0.5, "kept": 0.9}])

@@ -1,5 +1,5 @@
-"""EWC: the Fisher information and the penalty by hand, what the chain carries, and no penalty is
-plain fine-tuning."""
+"""Tests of EWC: Fisher information and penalty against values computed by hand, the carried state,
+and equality with fine-tuning if lambda is 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workers.storage.taskstate import Carried
 
 A, B = (Task(name, "card", "", tuple(name + c for c in "123")) for name in "ab")
 NAMES = ("backbone/weight", "backbone/bias")
-# Softmax regression z = W x + b, whose values below are computed by hand: rows of W (3, 2), then b.
+# Softmax regression z = W x + b. The values below are computed by hand: rows of W (3, 2), then b.
 THETA = [0.2, -0.1, 0.0, 0.3, -0.4, 0.1, 0.1, 0.0, -0.1]
 THETA_1 = [0.638713, -0.004516, -0.345385, 0.576729, -0.493328, -0.272213, 0.165953, -0.076215]
 THETA_1 += [-0.089738]
@@ -73,7 +73,7 @@ def set_theta(method: Any, theta: list[float]) -> None:
 
 
 def regression(theta: list[float], seed: int = 0, **settings: Any) -> Ewc:
-    """Softmax regression: the backbone computes z, and heads hand it on."""
+    """Return EWC on softmax regression; the backbone computes z."""
     backbone: Any = nn.Linear(2, 3)
     backbone.num_features = 3
     method = Ewc(backbone, EwcSettings(**{"scale": "none", "lambda": 100.0} | settings), seed)
@@ -105,16 +105,17 @@ def importance_of(theta: list[float], size: int = 4, **settings: Any) -> Tensor:
 # ---- the Fisher information ----------------------------------------------------------------------
 @pytest.mark.parametrize(("fisher", "values"), [("exact", EXACT), ("empirical", EMPIRICAL)])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_it_is_that_of_softmax_regression_whatever_the_batch(
+def test_fisher_matches_softmax_regression_for_any_batch_size(
     fisher: str, values: list[float], size: int
 ) -> None:
-    """Squared after a mean over the batch it would be .473 in sum for pairs, not 1.575."""
+    """If gradients were averaged over a batch before they are squared, the sum for batches of two
+    would be 0.473 instead of 1.575."""
     assert torch.allclose(
         importance_of(THETA, size, fisher=fisher), torch.tensor(values), atol=2e-6
     )
 
 
-def test_the_exact_one_is_the_variance_of_each_output_times_the_squared_input() -> None:
+def test_exact_fisher_is_output_variance_times_squared_input() -> None:
     points = torch.tensor(IMAGES["a"])
     logits = points @ torch.tensor(THETA[:6]).reshape(3, 2).T + torch.tensor(THETA[6:])
     p = logits.softmax(1)  # (4, 3)
@@ -122,14 +123,14 @@ def test_the_exact_one_is_the_variance_of_each_output_times_the_squared_input() 
     assert torch.allclose(importance_of(THETA)[:6], by_hand.flatten(), atol=1e-6)
 
 
-def test_sampled_labels_give_the_exact_one_on_average() -> None:
+def test_fisher_with_sampled_labels_averages_to_the_exact_fisher() -> None:
     draws = [importance_of(THETA, fisher="sampled", seed=seed) for seed in range(200)]
     assert not torch.equal(draws[0], draws[1])
     assert torch.equal(draws[0], importance_of(THETA, fisher="sampled", seed=0))
     assert torch.allclose(torch.stack(draws).mean(0), torch.tensor(EXACT), atol=0.02)
 
 
-def test_it_is_a_mean_over_the_images_that_were_chosen() -> None:
+def test_fisher_is_a_mean_over_the_chosen_images() -> None:
     two = importance_of(THETA, samples=2, fisher="empirical")
     assert torch.equal(two, importance_of(THETA, 1, samples=2, fisher="empirical"))
     assert not torch.allclose(two, torch.tensor(EMPIRICAL), atol=1e-3)
@@ -137,7 +138,7 @@ def test_it_is_a_mean_over_the_images_that_were_chosen() -> None:
 
 # ---- the penalty ---------------------------------------------------------------------------------
 def after(theta: list[float], task: Task, carried: Carried | None = None, **settings: Any) -> Ewc:
-    """The method after the step `importance` of a task that ended at `theta`."""
+    """Return the method after the step `importance` of a task with the final weights `theta`."""
     method = regression(theta, **settings)
     if carried is not None:
         carried = Carried.from_bytes(carried.to_bytes())
@@ -147,7 +148,7 @@ def after(theta: list[float], task: Task, carried: Carried | None = None, **sett
 
 
 def penalty_at(method: Ewc, theta: list[float]) -> tuple[float, Tensor]:
-    """Its value and its gradient, at other weights."""
+    """Return the penalty and its gradient at the weights `theta`."""
     set_theta(method, theta)
     value = method.penalty(AnchoredWeights(method.protected(), method.anchors, method.importance))
     parameters = method.protected()
@@ -155,7 +156,7 @@ def penalty_at(method: Ewc, theta: list[float]) -> tuple[float, Tensor]:
     return value.item(), flat(dict(zip(parameters, gradients, strict=True)))
 
 
-def test_penalty_and_gradient_are_those_of_equation_3() -> None:
+def test_penalty_and_gradient_match_equation_3() -> None:
     method = after(THETA, A)
     value, gradient = penalty_at(method, [a + d for a, d in zip(THETA, MOVED, strict=True)])
     assert value == pytest.approx(1.038413, abs=1e-5)
@@ -163,24 +164,22 @@ def test_penalty_and_gradient_are_those_of_equation_3() -> None:
     assert torch.allclose(gradient, torch.tensor(expected), atol=1e-5)
 
 
-def test_at_the_anchor_penalty_and_gradient_are_zero() -> None:
+def test_penalty_and_gradient_are_zero_at_the_anchor() -> None:
     value, gradient = penalty_at(after(THETA, A), THETA)
     assert value == 0
     assert torch.equal(gradient, torch.zeros(9))
 
 
 @pytest.mark.parametrize(("online", "value"), [(False, 0.035489), (True, 0.013813)])
-def test_one_anchor_for_each_task_is_another_penalty_than_one_for_all(
-    online: bool, value: float
-) -> None:
+def test_online_and_per_task_anchors_give_different_penalties(online: bool, value: float) -> None:
     settings: dict[str, Any] = {"lambda": 1.0, "online": online}
     first = after(THETA_1, A, **settings)
     second = after(THETA_2, B, first.finish()[1], **settings)
     assert penalty_at(second, [t + 0.1 for t in THETA_2])[0] == pytest.approx(value, abs=2e-6)
 
 
-def test_the_carried_quadratic_is_the_sum_of_those_of_all_tasks() -> None:
-    """Value and gradient, far from both anchors."""
+def test_carried_penalty_is_the_sum_over_all_tasks() -> None:
+    """Compares values and gradients far from both anchors."""
     settings: dict[str, Any] = {"lambda": 2.0}
     first = after(THETA_1, A, **settings)
     second = after(THETA_2, B, first.finish()[1], **settings)
@@ -204,7 +203,7 @@ def stiff(weight: float) -> Ewc:
     return regression(THETA, **settings)
 
 
-def test_a_penalty_that_is_too_stiff_for_sgd_is_warned_of() -> None:
+def test_penalty_too_stiff_for_sgd_gives_a_warning() -> None:
     carried = after(THETA, A).finish()[1]
     for weight, optimizer, num_warnings in (
         (1000.0, "sgd", 1),
@@ -236,7 +235,7 @@ def stream_of(lab: Lab, method: str, scenario: str, settings: Any, role: str = "
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("scenario", ["task", "class"])
-def test_without_a_weight_it_is_fine_tuning_bit_for_bit(lab: Lab, scenario: str) -> None:
+def test_ewc_with_zero_lambda_equals_fine_tuning_exactly(lab: Lab, scenario: str) -> None:
     plain = stream_of(lab, "finetune", scenario, {})
     ewc = stream_of(lab, "ewc", scenario, {"lambda": 0})
     for task in (0, 1):
@@ -249,10 +248,8 @@ def test_without_a_weight_it_is_fine_tuning_bit_for_bit(lab: Lab, scenario: str)
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("scenario", ["task", "class"])
-def test_a_large_weight_keeps_the_network_where_the_first_task_left_it(
-    lab: Lab, scenario: str
-) -> None:
-    """How far the weights move, weighted by the importance of the first task."""
+def test_large_lambda_keeps_weights_near_the_first_task(lab: Lab, scenario: str) -> None:
+    """Measures the distance that the weights move, weighted by the importance of the first task."""
     moved = {}
     for weight in (0.0, 1e4):
         run = stream_of(lab, "ewc", scenario, {"lambda": weight})
@@ -267,7 +264,7 @@ def test_a_large_weight_keeps_the_network_where_the_first_task_left_it(
     assert 0 < moved[1e4] < 0.1 * moved[0.0]
 
 
-def test_importance_grows_with_every_task_and_no_step_drops_it(lab: Lab) -> None:
+def test_importance_never_decreases_across_steps_and_tasks(lab: Lab) -> None:
     run = stream_of(lab, "ewc", "class", {})
     first = run.carried(0).tensors
     between = Carried.from_bytes(run.artifact(run.stages(1)[0]).read("carried.safetensors")).tensors
@@ -278,7 +275,7 @@ def test_importance_grows_with_every_task_and_no_step_drops_it(lab: Lab) -> None
             assert (last[name] >= first[name]).all()
 
 
-def test_old_outputs_are_protected_where_they_compete_with_new_ones(lab: Lab) -> None:
+def test_old_heads_are_protected_in_scenario_class(lab: Lab) -> None:
     names = {n for n in stream_of(lab, "ewc", "class", {}).carried(1).tensors if "heads" in n}
     assert {n for n in names if n.startswith("importance/")} == {
         f"importance/heads/{task}/{n}" for task in TASKS for n in ("weight", "bias")
@@ -309,7 +306,7 @@ def test_importance_is_divided_by_its_mean(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(("method", "term"), [("ewc", "penalty"), ("lwf", "kd")])
-def test_a_penalty_without_effect_is_told(lab: Lab, method: str, term: str) -> None:
+def test_penalty_without_effect_gives_a_warning(lab: Lab, method: str, term: str) -> None:
     train = {"lr": 1e-2, "epochs": 1, "batch_size": 32}
     weak = lab.run_of(method, train, settings={"lambda": 1e-4})
     for task, number in ((0, 0), (1, 1)):

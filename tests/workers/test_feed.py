@@ -1,5 +1,4 @@
-"""Promises of the feed: every sample exactly once, the same for any number of ranks, loader threads
-and places of pixels."""
+"""Tests of the feed: every sample once per epoch, for any number of ranks, threads and caches."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ PLACES = {"resident": 1024, "streamed": 0}  # data.resident_mb
 
 
 def noise_of(record: str) -> bytes:
-    """A PNG whose pixels say which record it is."""
+    """Return a PNG with different noise for each record name."""
     generator = np.random.default_rng([*record.encode()])
     noise = generator.integers(0, 256, (SIDE, SIDE, 3), np.uint8)
     return encoded(Image.fromarray(noise))
@@ -70,7 +69,7 @@ class Record(NamedTuple):
 
 
 def shards_of_classes(records: list[Record], shard_images: int) -> dict[str, list[Record]]:
-    """Shards as ingest writes them."""
+    """Return shards as ingest writes them: each has one class."""
     ordered = sorted(records, key=lambda r: (SPLITS.index(r.split), r.label, r.digest, r.key))
     shards: dict[str, list[Record]] = {}
     for (split, label), group in groupby(ordered, lambda record: record[:2]):
@@ -82,7 +81,7 @@ def shards_of_classes(records: list[Record], shard_images: int) -> dict[str, lis
 
 
 def shards_of_splits(records: list[Record], shard_images: int) -> dict[str, list[Record]]:
-    """Shards with the images of all classes in between each other, as ingest once wrote them."""
+    """Return shards with mixed classes, as earlier versions of ingest wrote them."""
     shards: dict[str, list[Record]] = {}
     for split in SPLITS:
         members = [record for record in records if record.split == split]
@@ -101,7 +100,7 @@ def publish(
     draw: Callable[[str], bytes] = noise_of,
     layout: Callable[[list[Record], int], dict[str, list[Record]]] = shards_of_classes,
 ) -> None:
-    """An artifact. draw: the file of each record."""
+    """Write a data artifact. draw: function that returns the file of a record name."""
     records = []
     for split in SPLITS:
         for label, count in classes.items():
@@ -197,8 +196,8 @@ def feed_of(
 def samples(
     feeds: list[Feed], epoch: int = 0, start: int = 0
 ) -> list[dict[int, tuple[bytes, int, int]]]:
-    """Per step: position in the global batch -> what the sample is after augmentation. Stand-ins
-    are left out."""
+    """Return for each step: position in the global batch -> the sample after augmentation.
+    Stand-ins are left out."""
     steps: list[dict[int, tuple[bytes, int, int]]] = []
     for feed in feeds:
         for step, batches in enumerate(feed.epoch(epoch, start)):
@@ -214,7 +213,7 @@ def samples(
                         b.tasks.tolist(),
                         strict=True,
                     ):
-                        assert row not in steps[step], "one sample in two places"
+                        assert row not in steps[step], "a position occurs twice"
                         steps[step][row] = (image.numpy().tobytes(), label, task)
     return steps
 
@@ -223,7 +222,7 @@ def plain(feed: Feed, epoch: int = 0) -> Counter[bytes]:
     return Counter(image for step in samples([feed], epoch) for image, _, _ in step.values())
 
 
-# ---- exactly once, the same everywhere -----------------------------------------------------------
+# ---- samples of an epoch -------------------------------------------------------------------------
 @pytest.mark.parametrize("storage_kind", PLACES)
 def test_every_sample_comes_exactly_once_per_epoch(root: Any, storage_kind: Any) -> None:
     feed = feed_of(root, storage_kind, training=False)
@@ -242,7 +241,7 @@ def test_every_sample_comes_exactly_once_per_epoch(root: Any, storage_kind: Any)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("data", [{}, {"mixup": 0.8, "cutmix": 1.0}], ids=["alone", "mixed"])
-def test_samples_and_their_augmentation_do_not_depend_on_ranks_or_threads(
+def test_augmented_samples_do_not_depend_on_ranks_or_threads(
     root: Any, storage_kind: Any, world: int, accumulate: int, data: Any
 ) -> None:
     one = samples([feed_of(root, storage_kind, data=data)], epoch=2)
@@ -287,21 +286,21 @@ def test_all_ranks_take_equal_steps_and_weights_sum_to_one(root: Any, storage_ki
 
 
 @pytest.mark.parametrize("storage_kind", PLACES)
-def test_epochs_differ_and_repeat(root: Any, storage_kind: Any) -> None:
+def test_epochs_differ_and_are_reproducible(root: Any, storage_kind: Any) -> None:
     feed = feed_of(root, storage_kind)
     assert samples([feed], 0) != samples([feed], 1)
     assert samples([feed], 1) == samples([feed_of(root, storage_kind)], 1)
 
 
 @pytest.mark.parametrize("storage_kind", PLACES)
-def test_a_resumed_epoch_goes_on_where_it_stopped(root: Any, storage_kind: Any) -> None:
+def test_resumed_epoch_continues_at_its_start_step(root: Any, storage_kind: Any) -> None:
     whole = samples([feed_of(root, storage_kind)], 1)
     assert samples([feed_of(root, storage_kind)], 1, start=3) == whole[3:]
     assert samples([feed_of(root, storage_kind)], 1, start=5) == []
 
 
 @pytest.mark.parametrize("data", [{}, {"mixup": 0.8, "repeats": 3}], ids=["alone", "mixed"])
-def test_where_images_are_kept_decoded_changes_no_bit(root: Any, data: Any) -> None:
+def test_resident_and_streamed_images_give_identical_samples(root: Any, data: Any) -> None:
     tasks = (SHAPES, COLOURS)
     resident, streamed = (samples([feed_of(root, p, tasks=tasks, data=data)], 1) for p in PLACES)
     assert resident == streamed
@@ -315,8 +314,10 @@ def test_epoch_order_ignores_position_in_stream(root: Any, storage_kind: Any) ->
 
 
 @pytest.mark.parametrize("storage_kind", PLACES)
-def test_several_tasks_are_mixed_and_keep_their_labels(root: Any, storage_kind: Any) -> None:
-    # classes of another task, in another order
+def test_samples_of_several_tasks_are_mixed_with_correct_labels(
+    root: Any, storage_kind: Any
+) -> None:
+    # some classes of COLOURS, in another order
     shared = Task("warm", "colours", "colours", ("blue", "red"))
     tasks = (SHAPES, COLOURS, shared)
     feed = feed_of(root, storage_kind, tasks=tasks, training=False)
@@ -340,8 +341,8 @@ def test_several_tasks_are_mixed_and_keep_their_labels(root: Any, storage_kind: 
     assert len(first) > 1
 
 
-def test_random_numbers_of_other_positions_are_not_those_of_the_batch(root: Any) -> None:
-    """`replace` of a batch's numbers forgets the copy of its positions."""
+def test_replacing_draw_positions_updates_device_positions(root: Any) -> None:
+    """`replace` of a batch's random numbers drops the device copy of the positions."""
     ((batch, _), *_) = feed_of(root, "resident", accumulate=2).epoch(0)
     assert torch.equal(batch.draw.positions_on_device, batch.draw.positions)
     everybody = replace(batch.draw, positions=torch.arange(4))
@@ -364,7 +365,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.few(4)
 @pytest.mark.parametrize("storage_kind", PLACES)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_batches_depend_on_the_images_of_a_task_alone(
+def test_batches_do_not_depend_on_storage_layout_or_other_images(
     name: str, storage_kind: Any, root: Any, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
@@ -399,10 +400,10 @@ def test_a_table_is_sorted_by_task_class_and_image(split: str, layout: Any, tmp_
     assert {row[:2] for row in rows} == {(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)}
 
 
-# ---- made ahead ----------------------------------------------------------------------------------
+# ---- prefetching ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("storage_kind", PLACES)
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
-def test_the_number_of_threads_that_make_batches_changes_no_bit(
+def test_number_of_prefetch_threads_changes_no_bit(
     root: Any, storage_kind: Any, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = {"mixup": 0.8, "cutmix": 1.0, "randaugment": 2}
@@ -430,7 +431,7 @@ def test_an_epoch_that_is_dropped_leaves_no_thread(
 
 
 def count_decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
-    """Count from now on how often each image, by its bytes, is decoded."""
+    """From now on, count how often each image is decoded, by its bytes."""
     decoded: Counter[bytes] = Counter()
     read_picture = decoding.read_picture
 
@@ -442,17 +443,17 @@ def count_decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
     return decoded
 
 
-def test_a_resumed_epoch_reads_what_is_left_once(
+def test_resumed_epoch_decodes_each_remaining_image_once(
     root: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of what was trained on, nor anything twice."""
+    """Images of finished steps are not read, and no image is read twice."""
     read = count_decoded(monkeypatch)
     samples([feed_of(root, "streamed", batch=2)], 1, start=5)
     assert sum(read.values()) == len(read) == 17 - 5 * 2
 
 
 @pytest.mark.parametrize("storage_kind", PLACES)
-def test_an_error_while_a_batch_is_made_reaches_the_caller_in_its_place(
+def test_batch_error_is_raised_at_its_step(
     root: Any, storage_kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed = feed_of(root, storage_kind)
@@ -475,20 +476,20 @@ UNCHANGED = {
     "crop": "none",
     "flip": 0.0,
     "erase": 0.0,
-}  # what an image is, whatever its place in a batch
+}  # an image has the same pixels at any position in a batch
 
 
 def images_of_epoch(feed: Feed, epoch: int = 0) -> list[bytes]:
-    """The images of an epoch in its order."""
+    """Return the images of an epoch in order."""
     return [step[position][0] for step in samples([feed], epoch) for position in sorted(step)]
 
 
 @pytest.mark.parametrize("storage_kind", PLACES)
 @pytest.mark.parametrize("repeats", [2, 3, 17, 40])
-def test_repeated_images_are_the_first_of_the_shuffle_one_copy_after_the_other(
+def test_repeated_images_are_consecutive_copies_of_first_shuffled_images(
     root: Any, storage_kind: Any, repeats: int
 ) -> None:
-    """A batch of four has one stream where images are repeated."""
+    """With repeated images, a batch of four has only one stream."""
     feed = feed_of(root, storage_kind, data={**UNCHANGED, "repeats": repeats})
     for epoch in (0, 1):
         feed.deal.repeats = repeats
@@ -500,7 +501,7 @@ def test_repeated_images_are_the_first_of_the_shuffle_one_copy_after_the_other(
 
 
 @pytest.mark.parametrize("storage_kind", PLACES)
-def test_an_epoch_of_repeated_images_has_as_many_steps_and_copies_differ(
+def test_repeats_keep_epoch_length_and_augment_each_copy_separately(
     root: Any, storage_kind: Any
 ) -> None:
     plain, feed = feed_of(root, storage_kind), feed_of(root, storage_kind, data={"repeats": 3})
@@ -510,7 +511,7 @@ def test_an_epoch_of_repeated_images_has_as_many_steps_and_copies_differ(
         == (5, 17)
     )
     assert [len(step) for step in samples([feed])] == [4, 4, 4, 4, 1]
-    assert len(set(images_of_epoch(feed))) > 12, "each copy is augmented on its own"
+    assert len(set(images_of_epoch(feed))) > 12, "each copy must be augmented separately"
     samples_of_two_tasks = 0
     for batches in feed_of(root, storage_kind, data={"repeats": 3}, tasks=(SHAPES, COLOURS)).epoch(
         0
@@ -524,7 +525,7 @@ def test_an_epoch_of_repeated_images_has_as_many_steps_and_copies_differ(
 @pytest.mark.parametrize("storage_kind", PLACES)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("data", [{}, {"mixup": 0.8, "cutmix": 1.0}], ids=["alone", "mixed"])
-def test_repeated_samples_are_equal_for_ranks_threads_and_resume(
+def test_repeated_samples_do_not_depend_on_ranks_threads_or_resume(
     root: Any, storage_kind: Any, world: int, data: Any
 ) -> None:
     one = samples([feed_of(root, storage_kind, data={**data, "repeats": 3})], epoch=2)
@@ -550,9 +551,7 @@ def test_repeated_samples_are_equal_for_ranks_threads_and_resume(
 
 
 @pytest.mark.parametrize("storage_kind", PLACES)
-def test_nothing_is_repeated_where_it_is_off_or_where_is_measured(
-    root: Any, storage_kind: Any
-) -> None:
+def test_repeats_of_one_and_evaluation_repeat_no_image(root: Any, storage_kind: Any) -> None:
     assert samples([feed_of(root, storage_kind, data={"repeats": 1})]) == samples(
         [feed_of(root, storage_kind)]
     )
@@ -573,15 +572,15 @@ def test_copies_of_a_streamed_image_are_decoded_once(
     assert set(decoded.values()) == {1}
 
 
-# ---- measuring -----------------------------------------------------------------------------------
+# ---- evaluation ----------------------------------------------------------------------------------
 def answers_of(batch: Batch) -> tuple[list[str], bytes, list[int]]:
-    """Keys, pixels and labels of one batch."""
+    """Return the keys, pixels and labels of a batch."""
     assert batch.keys is not None
     return batch.keys, batch.images.numpy().tobytes(), batch.labels.tolist()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_measuring_deals_whole_batches_in_a_fixed_order(root: Any, world: int) -> None:
+def test_evaluation_deals_whole_batches_in_fixed_order(root: Any, world: int) -> None:
     whole = feed_of(root, "resident", split="test", training=False)
     expected = [answers_of(batch) for batch in whole.evaluate(4)]
     assert [len(keys) for keys, _, _ in expected] == [4, 4, 4, 3]
@@ -616,7 +615,7 @@ def test_validation_is_stratified_disjoint_and_apart_from_test(root: Any) -> Non
     assert {key.split("/")[0] for key in test} == {"test"}
 
 
-def test_validation_of_a_class_does_not_depend_on_other_classes_or_order(root: Any) -> None:
+def test_held_out_images_ignore_other_classes_and_row_order(root: Any) -> None:
     table = Shards.open(str(root), "colours").select("train", ["red", "green", "blue"])
     alone = Shards.open(str(root), "colours").select("train", ["green"])
     shuffled = table.take(np.random.default_rng(0).permutation(table.num_rows))
@@ -632,17 +631,15 @@ def test_validation_of_a_class_does_not_depend_on_other_classes_or_order(root: A
     ("count", "fraction", "expected"),
     [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (9, 0.0, 0), (10, 0.3, 3)],
 )
-def test_validation_leaves_something_on_both_sides(
-    count: int, fraction: float, expected: int
-) -> None:
+def test_hold_out_leaves_images_in_both_splits(count: int, fraction: float, expected: int) -> None:
     keys = [str(i) for i in range(count)]
     table = pa.table({"key": keys, "class": ["a"] * count, "sha256": keys})
     train, val = hold_out(table, fraction)
     assert (train.num_rows, val.num_rows) == (count - expected, expected)
 
 
-def test_copies_of_an_image_stay_on_one_side() -> None:
-    """The 40 images of a class stand in it four times each, under other names."""
+def test_copies_of_an_image_stay_in_one_split() -> None:
+    """The class has 40 images, each four times under different names."""
     images = [str(number % 40) for number in range(160)]
     keys = [f"train/a/{number}" for number in range(160)]
     table = pa.table({"key": keys, "class": ["a"] * 160, "sha256": images})
@@ -669,8 +666,8 @@ def test_empty_splits_and_classes_are_refused(root: Any) -> None:
         )
 
 
-# ---- the cache, and damage -----------------------------------------------------------------------
-def test_the_cache_is_written_once_and_mended_when_cut_short(root: Any, tmp_path: Path) -> None:
+# ---- the cache and damaged files -----------------------------------------------------------------
+def test_cache_is_written_once_and_repaired_if_truncated(root: Any, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     expected = samples([feed_of(root, "resident")])
     assert samples([feed_of(root, "resident", cache=str(cache))]) == expected
@@ -685,7 +682,7 @@ def test_the_cache_is_written_once_and_mended_when_cut_short(root: Any, tmp_path
     assert len(list(cache.glob("*.npy"))) == 2
 
 
-PIXELS, ROW = 128, SIDE * SIDE * 3  # where they begin in the file; bytes of an image
+PIXELS, ROW = 128, SIDE * SIDE * 3  # offset in the file; bytes of an image
 
 
 @pytest.mark.parametrize(
@@ -698,7 +695,7 @@ PIXELS, ROW = 128, SIDE * SIDE * 3  # where they begin in the file; bytes of an 
         PIXELS + 17 * ROW + 4 * 17 - 1,
     ],
 )
-def test_a_flipped_bit_in_the_cache_changes_no_sample_and_is_mended(
+def test_flipped_bit_in_cache_is_repaired_and_changes_no_sample(
     at: Any, root: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(tmp_path / "cache")
@@ -731,7 +728,7 @@ def test_cached_image_is_checked_once_when_read(
 
     monkeypatch.setattr(Blocks, "_is_whole", counted)
     feed = feed_of(root, "resident", cache=str(tmp_path / "cache"))
-    with monkeypatch.context() as without_threads:  # which would read some batches ahead
+    with monkeypatch.context() as without_threads:  # threads would read ahead
         without_threads.setattr(feeds, "PREFETCH_THREADS", 0)
         next(feed.epoch(0))
     assert len(checked) == 4
@@ -741,7 +738,7 @@ def test_cached_image_is_checked_once_when_read(
     assert len(checked) == 17
 
 
-def test_decoded_images_that_a_disk_does_not_keep_are_a_sentence(
+def test_unreliable_cache_disk_raises_user_error(
     root: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed = feed_of(root, "resident", cache=str(tmp_path / "cache"))
@@ -751,20 +748,18 @@ def test_decoded_images_that_a_disk_does_not_keep_are_a_sentence(
 
 
 @pytest.mark.parametrize(("limit", "count"), [(4000, 1), (10_000, 2)])
-def test_the_cache_holds_no_more_than_it_may(
-    limit: int, count: int, root: Any, tmp_path: Path
-) -> None:
+def test_cache_size_stays_within_limit(limit: int, count: int, root: Any, tmp_path: Path) -> None:
     for split in ("train", "val"):
         feed_of(
             root, "resident", cache=str(tmp_path / "cache"), split=split, cache_gb=limit / 2**30
         )
-        gc.collect()  # in use for as long as there is a feed of it
+        gc.collect()  # a cache file is in use until its feed is deleted
     files = [*(tmp_path / "cache").glob("*.npy")]
     assert len(files) == count
     assert sum(file.stat().st_size for file in files) <= limit
 
 
-def test_a_cache_that_cannot_be_written_is_a_sentence(root: Any, tmp_path: Path) -> None:
+def test_unwritable_cache_folder_raises_user_error(root: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="shards and decoded images cannot be kept in"):
         feed_of(root, "resident", cache=str(tmp_path / "file"))
@@ -790,7 +785,7 @@ def test_a_flipped_bit_names_the_damaged_image(root: Any, storage_kind: Any) -> 
 
 @pytest.mark.parametrize("storage_kind", PLACES)
 @pytest.mark.parametrize("left", [0, 512 * 8, 512 * 9 + 100, None])
-def test_a_shard_that_is_cut_short_or_missing_is_damage(
+def test_truncated_or_missing_shard_raises_damaged_artifact(
     root: Any, storage_kind: Any, left: Any
 ) -> None:
     path = Path(Shards.open(str(root), "colours").uri(shard_name("train", "red")))
@@ -823,18 +818,18 @@ def test_every_mode_decodes_to_rgb(mode: str) -> None:
     )
 
 
-def test_transparent_pixels_lie_on_white() -> None:
+def test_transparent_pixels_become_white() -> None:
     assert (decode(encoded(Image.new("RGBA", (5, 5), (0, 0, 0, 0))), 3) == 255).all()
 
 
-def test_decoding_keeps_the_middle_square() -> None:
+def test_decoding_crops_the_central_square() -> None:
     wide = np.zeros((4, 12, 3), np.uint8)
     wide[:, 4:8] = 255
     assert (decode(encoded(Image.fromarray(wide)), 4) == 255).all()
     assert (decode(encoded(Image.fromarray(wide.transpose(1, 0, 2))), 4) == 255).all()
 
 
-def test_decoding_refuses_what_is_too_big_or_no_image() -> None:
+def test_decoding_refuses_oversized_image_and_invalid_data() -> None:
     with pytest.raises(UserError, match="max_pixels"):
         decode(encoded(Image.new("RGB", (50, 50))), 4, ImageLimits(max_pixels=100))
     with pytest.raises(UserError, match="cannot be decoded"):

@@ -1,5 +1,4 @@
-"""Storage on an object store: errors that pass are outlived, others are said at once, and nothing
-is ever half there."""
+"""Tests of storage on an object store: retries, permanent errors, atomic writes, and requests."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ SMALL, LARGE = os.urandom(100_000), os.urandom(12_000_000)  # one PUT, and an up
 
 @pytest.fixture
 def patience_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client tries once, so that whatever is tried again is tried by us, at once."""
+    """Limit the client to one try, so that this project makes all retries, with short pauses."""
     monkeypatch.setattr(filesystem, "TRIES", 1)
     monkeypatch.setattr(filesystem, "FIRST_S", 0.01)
     monkeypatch.setattr(filesystem, "SILENT_S", 1.0)
@@ -50,7 +49,7 @@ def patience_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "kind", ["503", "500", "429", "cut download", "done, unsaid", "slow", "silent"]
 )
-def test_a_read_outlives_what_passes(kind: str, bucket: Any, patience_of_ours: Any) -> None:
+def test_read_survives_transient_errors(kind: str, bucket: Any, patience_of_ours: Any) -> None:
     uri = join(bucket.uri, "a")
     write_bytes(uri, SMALL)
     bucket.faults[:] = [Fault(kind, "HEAD", times=2), Fault(kind, "GET", times=2)]
@@ -61,7 +60,7 @@ def test_a_read_outlives_what_passes(kind: str, bucket: Any, patience_of_ours: A
 
 
 @pytest.mark.parametrize("kind", ["503", "500", "429", "cut upload", "done, unsaid"])
-def test_a_write_outlives_what_passes(kind: str, bucket: Any, patience_of_ours: Any) -> None:
+def test_write_survives_transient_errors(kind: str, bucket: Any, patience_of_ours: Any) -> None:
     uri = join(bucket.uri, "a")
     bucket.faults[:] = [Fault(kind, "PUT", times=3)]
     write_bytes(uri, SMALL)
@@ -79,13 +78,11 @@ def test_a_write_outlives_what_passes(kind: str, bucket: Any, patience_of_ours: 
         ("done, unsaid", "?uploadId"),
     ],
 )
-def test_a_large_write_is_whole_or_absent(
-    kind: str, part: str, bucket: Any, patience_of_ours: Any
-) -> None:
+def test_large_write_is_atomic(kind: str, part: str, bucket: Any, patience_of_ours: Any) -> None:
     bucket.faults[:] = [Fault(kind, path=part)]
     with filesystem.patience(0), pytest.raises(UserError, match="does not answer"):
         write_bytes(join(bucket.uri, "a"), LARGE)
-    done = kind == "done, unsaid" and part == "?uploadId"  # nobody heard that it was done
+    done = kind == "done, unsaid" and part == "?uploadId"  # the answer was lost
     # pyarrow itself would leave an empty object here
     assert list(s3.files(bucket.upstream, bucket.bucket).values()) == [LARGE] * done
     bucket.faults[:] = [Fault(kind, path=part, times=2)]
@@ -93,14 +90,14 @@ def test_a_large_write_is_whole_or_absent(
     assert read_bytes(join(bucket.uri, "a")) == LARGE
 
 
-def test_what_the_client_gives_up_is_tried_again(bucket: Any) -> None:
-    """As it is used: three tries of the client, then ours."""
+def test_request_is_retried_after_the_client_gives_up(bucket: Any) -> None:
+    """With the default settings, the client tries three times, and then this project tries."""
     bucket.faults[:] = [Fault("500", "PUT", times=4)]
     write_bytes(join(bucket.uri, "a"), SMALL)
     assert bucket.counts()["PUT"] == 5
 
 
-def test_when_patience_is_over_a_sentence_says_so(
+def test_exhausted_retries_raise_an_explained_error(
     bucket: Any, patience_of_ours: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
@@ -117,7 +114,7 @@ def test_when_patience_is_over_a_sentence_says_so(
 
 
 @pytest.mark.parametrize("moment", ["open", "write"])
-def test_what_does_not_pass_is_said_at_once(moment: str, bucket: Any) -> None:
+def test_permanent_bucket_errors_are_raised_without_retry(moment: str, bucket: Any) -> None:
     write_bytes(join(bucket.uri, "a"), b"1")
     bucket.seen.clear()
     bucket.faults[:] = [Fault("403")]
@@ -153,9 +150,9 @@ def test_unavailable_storage_ends_command_with_code_2(
     assert output.count("\n") == 1
 
 
-# ---- how long it is waited, and for what ---------------------------------------------------------
+# ---- pauses, and errors that are retried ---------------------------------------------------------
 class Clock:
-    """In place of `time`: nobody sleeps, and how long somebody would have stands in `slept`."""
+    """Replaces `time`: `sleep` returns at once, and records the seconds in `slept`."""
 
     def __init__(self) -> None:
         self.slept: list[float] = []
@@ -175,7 +172,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def fails(*errors: Exception, forever: bool = False) -> Any:
-    """A call that raises these one after the other, and then answers."""
+    """Return a function that raises these errors one by one, and then returns "answer".
+
+    forever: raise the first error at every call.
+    """
     left = [*errors]
 
     def call() -> str:
@@ -201,18 +201,18 @@ def test_storage_is_retried_with_growing_pauses(
     for number, pause in enumerate(clock.slept):
         most = min(filesystem.FIRST_S * 2**number, filesystem.LONGEST_S)
         assert most / 2 <= pause <= most, (
-            "many that wait for one storage do not all come back at the same moment"
+            "pauses are random, so that clients do not all retry at the same moment"
         )
     assert len({*clock.slept}) == len(clock.slept)
     ((when, line),) = lines
     assert filesystem.SAY_S < when < 2 * filesystem.LONGEST_S + filesystem.SAY_S, (
-        "not of every hiccup"
+        "short failures must not be reported"
     )
     assert line.endswith("reading a is tried again for up to 120 s")
-    assert random.getstate() == state, "what is drawn for a pause changes no result"
+    assert random.getstate() == state, "a random pause must not change the state of `random`"
 
 
-def test_patience_is_shorter_where_it_is_said_and_only_there(clock: Any) -> None:
+def test_patience_context_limits_retries_only_inside(clock: Any) -> None:
     call = fails(PASSES, forever=True)
     with pytest.raises(filesystem.StorageUnavailable), filesystem.patience(1.0):
         filesystem.retry(call, "s3://b", "reading a")
@@ -267,7 +267,7 @@ def test_patience_is_shorter_where_it_is_said_and_only_there(clock: Any) -> None
         "Connection refused",
     ],
 )
-def test_what_may_pass_is_asked_again(text: Any, clock: Any) -> None:
+def test_transient_errors_are_retried(text: Any, clock: Any) -> None:
     assert (
         filesystem.retry(fails(OSError(text), OSError(f"{text}\nonce more")), "s3://b", "reading a")
         == "answer"
@@ -294,14 +294,14 @@ def test_what_may_pass_is_asked_again(text: Any, clock: Any) -> None:
         UserError("HTTP status 503"),
     ],
 )
-def test_what_does_not_pass_is_not_asked_again(error: Any, clock: Any) -> None:
+def test_permanent_errors_are_not_retried(error: Any, clock: Any) -> None:
     with pytest.raises(type(error)) as caught:
         filesystem.retry(fails(error), "s3://b", "reading a")
     assert caught.value is error
     assert clock.slept == []
 
 
-def test_an_error_that_passes_is_known_however_long_the_name_before_it(clock: Any) -> None:
+def test_transient_error_is_recognised_after_a_long_key(clock: Any) -> None:
     text = (
         f"When reading information for key '{'folder/' * 60}a' in bucket 'b': AWS Error "
         "SLOW_DOWN during HeadObject operation"
@@ -309,10 +309,10 @@ def test_an_error_that_passes_is_known_however_long_the_name_before_it(clock: An
     assert filesystem.retry(fails(OSError(text)), "s3://b", "reading a") == "answer"
     with filesystem.patience(0), pytest.raises(UserError) as caught:
         filesystem.retry(fails(OSError(text * 50)), "s3://b", "reading a")
-    assert len(str(caught.value)) < 500, "a sentence"
+    assert len(str(caught.value)) < 500, "the message must stay short"
 
 
-def test_missing_path_after_retry_counts_only_for_delete(
+def test_missing_path_after_a_retry_is_accepted_only_for_deletes(
     clock: Any,
 ) -> None:
     def call() -> Any:
@@ -327,8 +327,7 @@ def test_missing_path_after_retry_counts_only_for_delete(
 
 # ---- every operation -----------------------------------------------------------------------------
 class Stumbles:
-    """A disk whose every operation fails once in a way that passes, and then does what it is
-    asked."""
+    """A disk on which the first call of each operation fails with a transient error."""
 
     def __init__(self) -> None:
         self.disk = fs.LocalFileSystem()
@@ -404,7 +403,9 @@ def put_and_list(system: fs.FileSystem, folder: str) -> bool:
         ),
     ],
 )
-def test_every_operation_is_made_again(name: str, call: Any, clock: Any, tmp_path: Path) -> None:
+def test_every_file_system_operation_is_retried(
+    name: str, call: Any, clock: Any, tmp_path: Path
+) -> None:
     (tmp_path / "a").write_bytes(b"1234")
     below = Stumbles()
     assert call(fs.PyFileSystem(filesystem.RetryingFilesystem(below, "s3://b")), str(tmp_path))
@@ -412,7 +413,7 @@ def test_every_operation_is_made_again(name: str, call: Any, clock: Any, tmp_pat
     assert len(clock.slept) == len(below.failed)
 
 
-def test_a_file_is_read_from_any_place_in_it(tmp_path: Path) -> None:
+def test_files_can_be_read_from_any_position(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0123456789")
     system = fs.PyFileSystem(filesystem.RetryingFilesystem(fs.LocalFileSystem(), "s3://b"))
     with system.open_input_file(str(tmp_path / "a")) as file:
@@ -441,10 +442,10 @@ def test_a_file_is_read_from_any_place_in_it(tmp_path: Path) -> None:
         b"56789",
     )
     below.close()
-    assert reading.read(1) == b"", "nothing is asked for behind the end"
+    assert reading.read(1) == b"", "there is no request beyond the end"
 
 
-def test_nothing_deletes_a_whole_storage_and_nothing_is_appended(tmp_path: Path) -> None:
+def test_deleting_the_root_and_appending_are_not_supported(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"1")
     patient = filesystem.RetryingFilesystem(fs.LocalFileSystem(), "s3://b")
     for call in (
@@ -456,9 +457,11 @@ def test_nothing_deletes_a_whole_storage_and_nothing_is_appended(tmp_path: Path)
     assert (tmp_path / "a").read_bytes() == b"1"
 
 
-# ---- what was done although nobody heard ---------------------------------------------------------
+# ---- operations with a lost answer ---------------------------------------------------------------
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "POST"])
-def test_deleting_and_moving_are_done_once(method: str, bucket: Any, patience_of_ours: Any) -> None:
+def test_retried_deletes_and_moves_take_effect_once(
+    method: str, bucket: Any, patience_of_ours: Any
+) -> None:
     for name in ("a", "k/manifest.json", "folder/x", "folder/y"):
         write_bytes(join(bucket.uri, name), b"1")
     bucket.faults[:] = [Fault("done, unsaid", method, times=2)]
@@ -473,7 +476,7 @@ def test_deleting_and_moving_are_done_once(method: str, bucket: Any, patience_of
 
 
 @pytest.mark.parametrize("harm", ["missing", "shorter", None])
-def test_a_stage_is_published_only_with_all_its_files(harm: str | None, bucket: Any) -> None:
+def test_stage_is_published_only_if_all_files_are_complete(harm: str | None, bucket: Any) -> None:
     attempt = Attempt(bucket.uri, "k")
     attempt.write("state", b"0123456789")
     attempt.write("table", b"")
@@ -499,10 +502,10 @@ def test_a_stage_is_published_only_with_all_its_files(harm: str | None, bucket: 
         }
 
 
-# ---- how often it is asked -----------------------------------------------------------------------
-def test_few_requests_are_made(bucket: Any) -> None:
+# ---- number of requests --------------------------------------------------------------------------
+def test_storage_operations_make_few_requests(bucket: Any) -> None:
     resolve("s3://elsewhere/without/a/region")
-    assert not bucket.seen, "a region was asked for"
+    assert not bucket.seen, "the region was requested"
     attempt = Attempt(bucket.uri, "k")
     attempt.write("state", SMALL)
     assert bucket.counts() == {"PUT": 1}
@@ -517,14 +520,14 @@ def test_few_requests_are_made(bucket: Any) -> None:
         assert bucket.counts() == {"GET": 1}
 
 
-def test_a_large_object_is_read_in_one_request(bucket: Any) -> None:
+def test_large_object_is_read_in_one_request(bucket: Any) -> None:
     write_bytes(join(bucket.uri, "a"), LARGE)
     bucket.seen.clear()
     assert read_bytes(join(bucket.uri, "a")) == LARGE
     assert bucket.counts() == {"HEAD": 1, "GET": 1}
 
 
-def test_garbage_is_found_by_one_listing_of_each_place(bucket: Any) -> None:
+def test_garbage_search_lists_each_place_once(bucket: Any) -> None:
     store = Store(bucket.uri)
     for key in (f"{n:032d}" for n in range(6)):
         attempt = Attempt(store.root, key)
@@ -550,12 +553,12 @@ def test_garbage_is_found_by_one_listing_of_each_place(bucket: Any) -> None:
     }
     assert bucket.counts("list-type=2") == {
         "GET": 7
-    }  # whether it is there; runs, earlier records of r, searches, stages, checkpoints, failures
-    assert len(bucket.seen) <= 7 + 3 + 2, "a manifest was read of every stage"
+    }  # existence, runs, earlier records of r, searches, stages, checkpoints, failures
+    assert len(bucket.seen) <= 7 + 3 + 2, "the manifest of every stage was read"
 
 
-# ---- where it is, and who may --------------------------------------------------------------------
-def test_the_uri_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+# ---- addresses and options -----------------------------------------------------------------------
+def test_uri_options_override_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(fs, "S3FileSystem", lambda **options: made.append(options))
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
@@ -592,7 +595,7 @@ def test_the_uri_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         resolve("s3://bucket/x?regoin=a")
 
 
-def test_google_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_google_storage_uris_get_a_retry_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     system, path = resolve("gs://anonymous@bucket/x")
     assert isinstance(system, fs.PyFileSystem)
     assert path == "bucket/x"
@@ -621,10 +624,10 @@ def test_google_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_a_stream_that_an_exception_may_close_is_not_offered(bucket: Any) -> None:
+def test_output_streams_are_not_supported(bucket: Any) -> None:
     system, path = resolve(join(bucket.uri, "a"))
     assert isinstance(filesystem.unwrap_filesystem(system), fs.S3FileSystem), (
-        "but by what it is made of"
+        "the wrapped file system offers such a stream"
     )
     assert filesystem.unwrap_filesystem(resolve("/a")[0]) == resolve("/a")[0]
     with pytest.raises(NotImplementedError):
@@ -632,7 +635,7 @@ def test_a_stream_that_an_exception_may_close_is_not_offered(bucket: Any) -> Non
     assert not bucket.seen
 
 
-def test_json_of_records_comes_back(bucket: Any) -> None:
+def test_json_records_read_back_equal(bucket: Any) -> None:
     store = Store(bucket.uri)
     store.check_writable()
     store.remember("card", [1])
@@ -642,7 +645,9 @@ def test_json_of_records_comes_back(bucket: Any) -> None:
     assert json.loads(read_bytes(store.record_path("r"))) == store.record("r")
 
 
-def test_where_mlflow_keeps_things_beside_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_uses_a_bucket_folder_and_needs_a_tracking_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from pipeline.tracking.mlflow_client import get_bucket_folder, tracking_uri
 
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_S3_ENDPOINT_URL", "AWS_DEFAULT_REGION"):
@@ -665,7 +670,7 @@ def test_where_mlflow_keeps_things_beside_a_bucket(monkeypatch: pytest.MonkeyPat
     )
 
 
-# ---- what is said where a bucket refuses ---------------------------------------------------------
+# ---- errors of a bucket --------------------------------------------------------------------------
 CREDENTIALS = (
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",
@@ -725,7 +730,7 @@ def test_bucket_error_names_region_and_credentials(
     assert "hush" not in remedy
 
 
-def test_profiles_of_a_credentials_file_are_named(
+def test_access_error_names_the_credentials_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in CREDENTIALS:
@@ -737,7 +742,7 @@ def test_profiles_of_a_credentials_file_are_named(
 
 
 @pytest.mark.parametrize("why", ["missing", "denied"])
-def test_a_storage_in_a_bucket_that_refuses_is_told_by_its_bucket(
+def test_refused_storage_error_names_the_bucket(
     why: str, bucket: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tests import small_run
@@ -755,7 +760,7 @@ def test_a_storage_in_a_bucket_that_refuses_is_told_by_its_bucket(
     assert output.count("\n") == 1
 
 
-def test_a_bucket_that_refuses_in_the_middle_is_no_file(
+def test_bucket_refusal_during_a_command_names_the_bucket(
     bucket: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bucket.faults[:] = [Fault("403")]
@@ -768,7 +773,9 @@ def test_a_bucket_that_refuses_in_the_middle_is_no_file(
     assert output.count("\n") == 1
 
 
-def test_a_full_disk_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import errno
 
     def full(*_: object) -> None:

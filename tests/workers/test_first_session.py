@@ -1,4 +1,4 @@
-"""First-session adaptation: the first task changes the features, and later tasks use them."""
+"""Tests of first-session adaptation: the first task adapts the features for all later tasks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_of(lab: Lab, variant: str, method: str = "ranpac", **rest: Any) -> Run:
 
 # ---- features ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("variant", ["adapter", "finetune", "ssf"])
-def test_an_adaptation_without_effect_leaves_the_features(variant: str) -> None:
+def test_neutral_adaptation_leaves_the_features_unchanged(variant: str) -> None:
     backbone = vit()
     adaptation = adaptation_of(variant, backbone)
     if variant == "ssf":
@@ -100,7 +100,7 @@ def test_scales_start_around_one_and_shifts_around_zero() -> None:
         assert float(tensor.std()) == pytest.approx(0.02, rel=0.2)
 
 
-def test_adapters_are_those_of_adaptformer_with_dropout_in_training() -> None:
+def test_adaptformer_adapters_use_dropout_only_in_training() -> None:
     method = Ranpac(
         vit(), RanpacSettings(first_session="adapter", adapter_width=8, projection=0), 0
     )
@@ -158,7 +158,7 @@ def test_the_temporary_head_scores_by_scaled_cosines(variant: str) -> None:
         ("vpt-deep", "convnext_atto", "first_session is 'vpt-deep'.*a ConvNeXt"),
     ],
 )
-def test_a_backbone_without_the_layers_is_refused(variant: str, name: str, text: str) -> None:
+def test_backbone_without_required_layers_is_refused(variant: str, name: str, text: str) -> None:
     backbone = (
         other_vit(name)
         if "eva" in name
@@ -186,7 +186,7 @@ def test_only_the_first_task_adapts() -> None:
     assert [step.name for step in plain] == ["statistics"]
 
 
-def test_without_a_first_session_its_settings_are_in_no_key() -> None:
+def test_unused_first_session_settings_are_not_in_the_key() -> None:
     own = {"projection", "ridge"}
     assert key_inputs(RanpacSettings()).keys() == own
     assert key_inputs(RanpacSettings(first_session="adapter")).keys() == {*own, "first_session"}
@@ -231,7 +231,7 @@ def test_the_first_session_lowers_its_loss(lab: Lab) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_scenario_class_adapts_to_the_same_tensors(lab: Lab) -> None:
+def test_class_scenario_adapts_to_the_same_tensors_as_task_scenario(lab: Lab) -> None:
     """The first task has no other classes to compete with."""
     told, found = run_of(lab, "adapter"), run_of(lab, "adapter", scenario="class")
     tensors = adapted(told.carried(1))
@@ -278,7 +278,7 @@ TRAINED = (
 @pytest.mark.few(2)
 @pytest.mark.parametrize("promise", TRAINED)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_first_session_keeps(
+def test_first_session_keeps_the_promises(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, variant: str, promise: str
 ) -> None:
     settings = {**RANPAC, "first_session": variant}

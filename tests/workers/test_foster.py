@@ -1,4 +1,4 @@
-"""FOSTER: golden values, the loss of both steps, what learns in each, and a size that stays."""
+"""Tests of FOSTER: golden values, losses and trained parts of both steps, and constant size."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ COUNTS = [2, 1, 2, 2, 2, 7, 4]
 def begun(
     step: str = "train", *tasks: Task, carried: Carried | None = None, **settings: Any
 ) -> Any:
-    """Return the method at `step` of the last of `tasks`, by default A, B and C.
+    """Return the method at `step` of the last of `tasks` (default: A, B and C).
 
-    The earlier tasks are finished, and all have samples in its batches.
+    The earlier tasks are finished. The batches have samples of all tasks.
     """
     tasks = tasks or (A, B, C)
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def begun(
 
 
 def stepped(method: Any, *tasks: Task) -> set[str]:
-    """Take a step as the loop does; return the names of the parameters that it changed."""
+    """Take a training step, and return the names of the changed parameters."""
     before = {name: p.detach().clone() for name, p in method.named_parameters()}
     train = TrainSettings(optimizer="sgd", lr=0.1)
     job: Any = type("Job", (), {"train": train})
@@ -66,7 +66,7 @@ def stepped(method: Any, *tasks: Task) -> set[str]:
 
 
 # ---- golden values -------------------------------------------------------------------------------
-def test_golden_values() -> None:
+def test_class_weights_and_losses_match_golden_values() -> None:
     weights = weigh_classes([20, 20, 500], 0.96)
     assert weights.tolist() == pytest.approx([1.172792, 1.172792, 0.654415], abs=1e-6)
     z = torch.tensor([[1.0, 2.0, 3.0]])
@@ -76,13 +76,13 @@ def test_golden_values() -> None:
     assert kd_ce(student, z, 2.0, weights).item() == pytest.approx(1.113052, abs=1e-6)
 
 
-def test_classes_without_weights_and_without_images() -> None:
+def test_class_weights_without_balancing_and_for_empty_classes() -> None:
     assert weigh_classes([1, 20, 500], 0.0).tolist() == [1.0, 1.0, 1.0]
     assert torch.equal(weigh_classes([0, 5], 0.9), weigh_classes([1, 5], 0.9))
 
 
 # ---- boosting ------------------------------------------------------------------------------------
-def test_the_first_task_is_cross_entropy_alone() -> None:
+def test_loss_of_first_task_is_only_cross_entropy() -> None:
     method = begun("train", A)
     b = batch(A)
     loss, terms = method.loss(b, START)
@@ -93,7 +93,7 @@ def test_the_first_task_is_cross_entropy_alone() -> None:
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_the_loss_of_boosting(soft: bool) -> None:
+def test_boosting_loss_sums_its_three_terms(soft: bool) -> None:
     method = begun(beta=0.9, distillation=0.7, tau=3.0)
     stepped(method, A, B, C)
     targets = F.one_hot(wide(batch(A, B, C), A, B, C), 7).float()
@@ -117,7 +117,7 @@ def test_the_loss_of_boosting(soft: bool) -> None:
     assert torch.allclose(method.logits(b.images, "b"), z[:, 2:5], atol=1e-5)
 
 
-def test_boosting_starts_from_the_old_network() -> None:
+def test_boosted_network_starts_from_old_network() -> None:
     method = begun()
     for name, p in method.boosted.old.named_parameters():
         assert torch.equal(p, method.backbone.get_parameter(name))
@@ -130,7 +130,7 @@ def test_boosting_starts_from_the_old_network() -> None:
     assert 0.01 < joint.weight[5:].std() < 0.03
 
 
-def test_boosting_moves_the_new_extractor_and_the_discarded_head() -> None:
+def test_boosting_trains_only_new_extractor_joint_head_and_branch() -> None:
     method = begun()
     changed = stepped(method, A, B, C)
     assert {name.split(".")[0] for name in changed} == {"backbone", "boosted", "branch"}
@@ -142,7 +142,7 @@ def test_boosting_moves_the_new_extractor_and_the_discarded_head() -> None:
 
 # ---- compression ---------------------------------------------------------------------------------
 def compressing(**settings: Any) -> tuple[Any, Any]:
-    """Return the method in `compress`, after a step of `train`, and the method of `train`."""
+    """Return the method at the start of `compress`, and the method after one step of `train`."""
     boosting = begun(**settings)
     stepped(boosting, A, B, C)
     _, carried = boosting.finish()
@@ -151,7 +151,7 @@ def compressing(**settings: Any) -> tuple[Any, Any]:
     return begun("compress", carried=carried, **settings), boosting
 
 
-def test_the_loss_of_compression() -> None:
+def test_compression_loss_is_only_balanced_distillation() -> None:
     method, boosting = compressing(compress_beta=0.8, tau=3.0)
     b = batch(A, B, C)
     teacher = boosting.eval().logits(b.images, None)
@@ -162,7 +162,7 @@ def test_the_loss_of_compression() -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_the_student_starts_as_the_old_network_and_learns_alone() -> None:
+def test_compression_starts_from_old_network_and_trains_only_student() -> None:
     method, boosting = compressing()
     for name, p in method.backbone.named_parameters():
         assert torch.equal(p, boosting.boosted.old.get_parameter(name))
@@ -183,7 +183,7 @@ def test_the_student_starts_as_the_old_network_and_learns_alone() -> None:
 # ---- in a stream ---------------------------------------------------------------------------------
 @pytest.mark.few(1)
 @pytest.mark.parametrize("base", [None, "two"])
-def test_one_network_of_constant_size_is_served(lab: Lab, base: str | None) -> None:
+def test_served_network_size_stays_constant(lab: Lab, base: str | None) -> None:
     run = stream(lab, "foster", base=base, memory=20)
     steps = [[job.step for job in run.stages(task)] for task in (0, 1)]
     assert steps == [["herd"] if base else ["train", "herd"], ["train", "compress", "herd"]]

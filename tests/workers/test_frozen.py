@@ -1,4 +1,4 @@
-"""Frozen layers cast their weights once under bf16 autocast: the same bits, fewer operators."""
+"""Tests of frozen layers: under bf16 autocast, they cast weights once and give the same bits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_layer(kind: type[nn.Module]) -> nn.Module:
 
 
 def run_bf16(layer: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the output under autocast, and the gradient of its sum with respect to x."""
+    """Return the output under autocast, and the gradient of its squared norm with respect to x."""
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         output = layer(x)
@@ -74,7 +74,7 @@ def test_frozen_layer_gives_the_bits_of_autocast_with_one_cast(kind: type[nn.Mod
     assert "forward" not in vars(layer)
 
 
-def test_gate_of_a_frozen_layer_acts() -> None:
+def test_frozen_layer_applies_its_gate() -> None:
     layer = make_layer(GatedLinear)
     assert isinstance(layer, GatedLinear)
     layer.gate = torch.tensor([1.0, 0.0, 1.0])
@@ -91,7 +91,7 @@ def test_layers_with_trained_parameters_are_left_alone() -> None:
         assert "forward" not in vars(layer)
 
 
-def test_other_parameters_and_changed_parameters_are_used() -> None:
+def test_replaced_or_changed_parameters_are_used() -> None:
     layer = make_layer(nn.Linear)
     x = torch.randn(4, 3)
     with cast_once(layer), torch.autocast("cpu", torch.bfloat16):
@@ -111,7 +111,7 @@ def test_other_parameters_and_changed_parameters_are_used() -> None:
         assert not torch.equal(layer(x), other_bias)
 
 
-def test_parameters_that_need_a_gradient_get_one() -> None:
+def test_parameters_thawed_later_get_a_gradient() -> None:
     layer = make_layer(nn.Linear)
     x = torch.randn(4, 3)
     with cast_once(layer):
@@ -121,7 +121,7 @@ def test_parameters_that_need_a_gradient_get_one() -> None:
     assert layer.weight.grad is not None
 
 
-def test_other_types_of_autocast_have_their_own_bits() -> None:
+def test_float16_autocast_does_not_reuse_bf16_casts() -> None:
     layer = make_layer(nn.Linear)
     x = torch.randn(4, 3)
     with torch.autocast("cpu", torch.float16):
@@ -159,7 +159,7 @@ def test_subclasses_and_layers_with_a_replaced_forward_are_left_alone() -> None:
         assert vars(network[1])["forward"] is outer
 
 
-def test_an_error_leaves_the_layer_as_it_was() -> None:
+def test_error_restores_the_original_layer() -> None:
     layer = make_layer(nn.Linear)
 
     def fail() -> None:
@@ -173,11 +173,11 @@ def test_an_error_leaves_the_layer_as_it_was() -> None:
     assert layer.weight.dtype == torch.float32
 
 
-def test_a_frozen_copy_ends_with_its_last_reference_and_copies_late() -> None:
+def test_frozen_copy_casts_lazily_and_is_freed_without_gc() -> None:
     layer = nn.Linear(3, 5)
     twin = copy_frozen(layer)
     twin(torch.randn(4, 3))
-    assert not vars(twin)["forward"]._copies  # not under autocast
+    assert not vars(twin)["forward"]._copies  # no casts without autocast
     run_bf16(twin, torch.randn(4, 3))
     assert vars(twin)["forward"]._copies
     reference = weakref.ref(twin)
@@ -203,7 +203,7 @@ def test_frozen_copy_casts_once() -> None:
 @pytest.mark.parametrize(
     "method", ["linear", "lora", "meat", "piggyback", "lwf", "der", "dytox", "toast", "l2p"]
 )
-def test_training_gives_the_same_bits(
+def test_casting_frozen_layers_once_keeps_training_bit_identical(
     lab: Lab, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = {**OPTIMIZERS["adamw"], "lr": 3e-3, "epochs": 1, "precision": "bf16"}

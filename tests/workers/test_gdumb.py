@@ -1,4 +1,4 @@
-"""GDumb: the worked value of its sampler, and a memory that only new networks are trained on."""
+"""Tests of GDumb: its balanced sampler, and training new networks on the memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_sampler_keeps_the_worked_counts() -> None:
     assert count_balanced(labels, 99) == {0: 5, 1: 2, 2: 3}
 
 
-def test_sampler_balances_what_comes_in_any_order() -> None:
+def test_sampler_balances_classes_in_any_order() -> None:
     for seed in range(20):
         draw = torch.Generator().manual_seed(seed)
         labels = torch.randint(0, 6, (300,), generator=draw).tolist()
@@ -35,7 +35,7 @@ def test_sampler_balances_what_comes_in_any_order() -> None:
 
 
 def keys_of(lab: Lab, task: int, memory: int) -> dict[str, list[str]]:
-    """Return the keys that a task trains on, by task."""
+    """Return task name -> keys of its images in the memory that task number `task` trains on."""
     run = run_of(lab, "gdumb", memory=memory)
     (job,) = run.stages(task)
     run.prepare(job)
@@ -51,7 +51,7 @@ def test_memory_is_balanced_and_part_of_the_data(lab: Lab) -> None:
     first, second = keys_of(lab, 0, 10), keys_of(lab, 1, 10)
     assert {name: len(keys) for name, keys in first.items()} == {"two": 10}
     assert {name: len(keys) for name, keys in second.items()} == {"two": 4, "three": 6}
-    assert {*second["two"]} < {*first["two"]}, "older images are dropped, never taken again"
+    assert {*second["two"]} < {*first["two"]}, "older images are dropped and never added again"
     job = run_of(lab, "gdumb", memory=10).stages(1)[0]
     for task in job.tasks:
         keys = list_keys(job.root, task, job.data.val_fraction)
@@ -60,8 +60,8 @@ def test_memory_is_balanced_and_part_of_the_data(lab: Lab) -> None:
         assert counts == [2] * task.num_classes
 
 
-def test_memory_of_all_images_is_joint_training(lab: Lab) -> None:
-    """With room for every image it trains as `joint`, to the last bit; tasks are a star."""
+def test_memory_of_all_images_equals_joint_training(lab: Lab) -> None:
+    """With room for all images, results equal `joint` bit for bit. No task depends on another."""
     run, joint = run_of(lab, "gdumb", memory=10_000), run_of(lab, "joint")
     for task in (0, 1):
         found = run.artifact(run.stages(task)[0])

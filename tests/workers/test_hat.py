@@ -1,4 +1,4 @@
-"""HAT and AdaHAT: what is trained, locked, stored and forgotten."""
+"""Tests of HAT and AdaHAT: loss, training, locked units, forgetting, and stored states."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from workers.model.vit import build
 from workers.storage.taskstate import Carried, TaskState
 
 RATES = rates(12.0)
-STEPS = 4  # of an epoch
+STEPS = 4  # steps per epoch
 
 
 def trained(
@@ -58,8 +58,7 @@ def trained(
 
 
 def chain(optimizer: str = "adamw", cls: type[Hat] = Hat, **settings: Any) -> list[Left]:
-    """Two tasks, each on a backbone of its own, as stages are; half of the units are on from the
-    start."""
+    """Learn two tasks, each on a new backbone as in stages; half of the units start active."""
     hat_settings = cls.Settings(**{"start": "normal", "c": 0.1, "mask_lr": 0.05, **settings})
 
     def learn(task: Task, carried: Carried | None) -> Left:
@@ -70,7 +69,7 @@ def chain(optimizer: str = "adamw", cls: type[Hat] = Hat, **settings: Any) -> li
 
 
 def answers(done: list[Left], task: Task = ONE, cls: type[Hat] = Hat) -> Tensor:
-    """Logits of a task as they are served after the last of `done`."""
+    """Return the logits of a task in serving after the last of `done`."""
     states = [state for state, _ in done]
     _, carried = done[-1]
     method = serving(cls(vit(), cls.Settings(), 1), states, carried)
@@ -79,12 +78,12 @@ def answers(done: list[Left], task: Task = ONE, cls: type[Hat] = Hat) -> Tensor:
 
 
 # ---- the loss ------------------------------------------------------------------------------------
-def test_the_loss_is_cross_entropy_plus_c_times_r() -> None:
+def test_loss_adds_c_times_the_mask_regulariser() -> None:
     method = Hat(vit(), HatSettings(c=0.5, price="absolute", schedule="linear", s_min=None), 1)
     method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
     loss, terms = method.loss(batch(), Progress(0, 0, 1, STEPS))
     assert math.isclose(float(terms["newly_used"]), 0.5, abs_tol=0.01), (
-        "at scale 1 / s_max every mask is a half"
+        "at scale 1 / s_max every mask value is 0.5"
     )
     assert torch.isclose(loss, terms["ce"] + 0.5 * terms["newly_used"])
     loss.backward()
@@ -93,9 +92,11 @@ def test_the_loss_is_cross_entropy_plus_c_times_r() -> None:
 
 
 @pytest.mark.parametrize("compensation", ["exact", "official"])
-def test_a_relative_price_is_what_units_are_worth_to_the_cross_entropy(compensation: Any) -> None:
-    """Of the step before, over all units that have a gradient, whatever c and R added to it; times
-    the number of free units."""
+def test_relative_price_is_rms_gradient_times_free_units(compensation: Any) -> None:
+    """The price is the RMS gradient of the cross-entropy times the number of free units.
+
+    The RMS is over all units that have a gradient, in the previous step, without the term c R.
+    """
     method = Hat(vit(), HatSettings(c=0.5, start="normal", compensation=compensation), 1)
     method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
     method.uses = (torch.arange(384) % 3 == 0).short()
@@ -116,7 +117,7 @@ def test_a_relative_price_is_what_units_are_worth_to_the_cross_entropy(compensat
         assert (before == 0) == (step == 0), "there is no price before the first step"
 
 
-def test_a_step_in_which_no_unit_has_a_gradient_leaves_the_price() -> None:
+def test_price_is_unchanged_if_no_unit_has_a_gradient() -> None:
     method = Hat(vit(), HatSettings(start="dense", schedule="linear"), 1)
     method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
     method.price.fill_(7)
@@ -132,7 +133,7 @@ SHARED = ("qkv.weight", "qkv.bias", "attn.proj.weight", "fc1.weight", "fc1.bias"
 AFFINE = ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "attn.proj.bias", "fc2.bias")
 
 
-def test_what_every_task_sees_stays_and_everything_else_is_trained() -> None:
+def test_only_maskable_weights_are_trained() -> None:
     method, before = Hat(vit(), HatSettings(), 1), vit().state_dict()
     trained(method)
     moved = {
@@ -142,7 +143,7 @@ def test_what_every_task_sees_stays_and_everything_else_is_trained() -> None:
     assert len(moved) == 2 * len(SHARED)
 
 
-def test_copies_are_trained_beside_a_backbone_that_keeps_its_own() -> None:
+def test_affine_copies_are_trained_while_the_backbone_stays() -> None:
     method, before = Hat(vit(), HatSettings(per_task_affine=True), 1), vit().state_dict()
     state, _ = trained(method)
     assert set(state.copies) == {name for name in before if name.endswith(AFFINE)} | {
@@ -170,7 +171,7 @@ def test_embeddings_have_their_own_rate_and_no_decay() -> None:
     assert groups["biases"]["weight_decay"] == groups["copies"]["weight_decay"] == 0
 
 
-def test_the_scale_starts_again_in_every_epoch() -> None:
+def test_mask_scale_restarts_in_every_epoch() -> None:
     method = Hat(vit(), HatSettings(s_max=400, schedule="linear", s_min=None), 1)
     method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
     for epoch in (0, 1):
@@ -181,10 +182,8 @@ def test_the_scale_starts_again_in_every_epoch() -> None:
 
 @pytest.mark.parametrize("compensation", ["exact", "official"])
 @pytest.mark.parametrize("s_max", [25.0, 400.0])
-def test_embeddings_are_compensated_by_the_largest_scale_of_the_settings(
-    s_max: float, compensation: Any
-) -> None:
-    """Sec. 2.5: whatever s is, d sigmoid(s e) / de becomes s_max / (2 (cosh(e) + 1))."""
+def test_embedding_gradient_is_compensated_by_s_max(s_max: float, compensation: Any) -> None:
+    """Sec. 2.5: for any s, d sigmoid(s e) / de becomes s_max / (2 (cosh(e) + 1))."""
     method = Hat(vit(), HatSettings(s_max=s_max, start="normal", compensation=compensation), 1)
     method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
     method.mask.sample(2.0).sum().backward()
@@ -194,7 +193,7 @@ def test_embeddings_are_compensated_by_the_largest_scale_of_the_settings(
     assert torch.allclose(e.grad, expected, rtol=1e-3)
 
 
-def test_a_task_in_training_is_measured_with_the_masks_that_will_be_stored() -> None:
+def test_task_in_training_is_evaluated_with_its_final_masks() -> None:
     method = Hat(vit(), HatSettings(start="normal", per_task_affine=True), 1)
     done = trained(method)
     with torch.no_grad():
@@ -208,7 +207,7 @@ def test_dense_start_is_backbone_and_normal_halves_units() -> None:
         assert math.isclose(method.metrics()["density"], share, abs_tol=0.05)
 
 
-def test_a_loaded_task_that_is_trained_anew_is_measured_with_its_new_masks() -> None:
+def test_retrained_task_is_evaluated_with_its_new_masks() -> None:
     method = Hat(vit(), HatSettings(start="normal"), 1)
     state = trained(method)[0]
     state.masks = {site: torch.zeros_like(mask) for site, mask in state.masks.items()}
@@ -262,17 +261,17 @@ def test_locked_entries_stay_and_free_ones_are_trained(optimizer: str) -> None:
             assert not torch.equal(old[~held], new[~held]), name
 
 
-def test_without_restore_weight_decay_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_decay_causes_forgetting_without_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     for optimizer in ("sgd", "adamw"):
         done = chain(optimizer)
         assert not torch.equal(answers(done), answers(done[:1]))
-    done = chain("adam")  # a zero gradient from the first step on moves nothing
+    done = chain("adam")  # without weight decay, a gradient that was always zero moves nothing
     assert torch.equal(answers(done), answers(done[:1]))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_without_the_protector_every_optimizer_forgets(
+def test_every_optimizer_forgets_without_the_protector(
     optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
@@ -281,7 +280,7 @@ def test_without_the_protector_every_optimizer_forgets(
     assert (answers(done) - answers(done[:1])).abs().max() > 1e-3
 
 
-def test_soft_masks_at_test_would_change_the_answers() -> None:
+def test_soft_masks_give_other_answers_than_hard_masks() -> None:
     method = Hat(vit(), HatSettings(start="normal"), 1)
     trained(method)
     with torch.no_grad():
@@ -294,8 +293,8 @@ def test_soft_masks_at_test_would_change_the_answers() -> None:
         assert not torch.equal(head(method.features(images())), hard)
 
 
-# ---- what is stored ------------------------------------------------------------------------------
-def test_the_cumulative_mask_is_the_union_of_the_stored_masks_and_never_shrinks() -> None:
+# ---- stored states -------------------------------------------------------------------------------
+def test_cumulative_mask_is_the_union_of_stored_masks() -> None:
     done = chain()
     masks = [torch.cat(list(state.masks.values())) for state, _ in done]
     assert torch.equal(done[0][1].tensors["uses"], masks[0].short())
@@ -310,7 +309,7 @@ def real() -> nn.Module:
 
 
 @pytest.mark.parametrize(("affine", "copies"), [(False, 0), (True, 4 * 14_400)])
-def test_a_task_of_vit_tiny_takes_1728_bytes_and_its_head(affine: bool, copies: int) -> None:
+def test_vit_tiny_task_takes_1728_bytes_plus_its_head(affine: bool, copies: int) -> None:
     method = Hat(real(), HatSettings(per_task_affine=affine), 1)
     method.begin(step_context(TWO, "train", None, RATES, (TWO,)))
     state = TaskState.from_bytes(method.finish()[0].to_bytes())
@@ -330,11 +329,11 @@ def test_a_state_of_another_width_is_refused() -> None:
         Hat(vit(), HatSettings(), 1).load_task(state)
 
 
-def test_measures_and_the_share_of_work() -> None:
+def test_metrics_and_flops_share_follow_the_masks() -> None:
     method = Hat(vit(), HatSettings(start="normal"), 1)
     method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
     with torch.no_grad():
-        # two blocks of 32 + 32 + 128: a half of the first
+        # half of the first of two blocks with 32 + 32 + 128 units
         method.mask.embedding.copy_(torch.where(torch.arange(384) < 96, 1.0, -1.0))
     method.uses = (torch.arange(384) >= 288).short()
     assert method.metrics() == {"density": 0.25, "capacity": 0.5, "free": 0.5}
@@ -346,7 +345,7 @@ def test_measures_and_the_share_of_work() -> None:
     assert work[0] > work[1] > work[2] > 0
 
 
-# ---- what cannot work, and what a person should know ---------------------------------------------
+# ---- refused settings and warnings ---------------------------------------------------------------
 def refused(train: dict[str, Any], **settings: Any) -> None:
     Hat.validate(HatSettings(**settings), TrainSettings(**train), DataSettings(), "task")
 
@@ -389,7 +388,7 @@ def test_a_full_network_is_reported() -> None:
     assert roomy.warnings() == []
 
 
-def test_a_full_network_still_learns_a_head_and_a_choice_of_units() -> None:
+def test_full_network_still_learns_head_and_unit_choice() -> None:
     full = Carried(trained(Hat(vit(), HatSettings(mask_lr=1e-6), 1))[1].tensors)
     method = Hat(vit(), HatSettings(start="normal"), 1)
     state, carried = trained(method, TWO, full)
@@ -401,8 +400,8 @@ def test_a_full_network_still_learns_a_head_and_a_choice_of_units() -> None:
 
 
 # ---- AdaHAT --------------------------------------------------------------------------------------
-def test_adahat_moves_used_units_by_a_rate_and_free_ones_in_full() -> None:
-    """Under plain SGD the step of every entry is that of no protection, times r / (n + r)."""
+def test_adahat_moves_used_units_less_than_free_ones() -> None:
+    """With plain SGD, the step of every entry is the unprotected step times r / (n + r)."""
     method = AdaHat(vit(), AdaHatSettings(start="normal", intensity=0.3, eps=0.1, mask_lr=0.05), 1)
     method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
     method.uses = torch.arange(384, dtype=torch.int16) % 3  # tasks per unit: 0, 1, 2
@@ -428,7 +427,7 @@ def test_adahat_moves_used_units_by_a_rate_and_free_ones_in_full() -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_adahat_forgets_the_more_the_more_its_intensity(optimizer: str) -> None:
+def test_adahat_forgets_more_with_higher_intensity(optimizer: str) -> None:
     moved = []
     for intensity in (1e-3, 1.0):
         done = chain(optimizer, AdaHat, intensity=intensity)
@@ -436,7 +435,7 @@ def test_adahat_forgets_the_more_the_more_its_intensity(optimizer: str) -> None:
     assert 0 < moved[0] < moved[1]
 
 
-def test_adahat_says_that_it_forgets_and_hat_that_it_does_not() -> None:
+def test_adahat_declares_forgetting_and_hat_does_not() -> None:
     assert AdaHat.may_forget
     assert AdaHat.changes_past_predictions("task")
     assert not Hat.may_forget

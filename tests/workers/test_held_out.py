@@ -1,4 +1,4 @@
-"""Held-out images against the definition, image by image."""
+"""Tests of held-out images against the definition, image by image."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def find_val(table: pa.Table, fraction: float) -> set[str]:
 @pytest.mark.parametrize("fraction", [0.05, 0.3, 0.9])
 @pytest.mark.parametrize("num_images", [3, 30, 10_000])
 def test_images_with_the_lowest_keys_are_held_out(num_images: int, fraction: float) -> None:
-    """With few different images, there are copies in a class and in several classes."""
+    """Few different images give copies within a class and across classes."""
     draw = random.Random(num_images)
     for num_rows in range(0, 60, 3):
         rows = [

@@ -1,4 +1,4 @@
-"""Freed memory is kept during a stage, and returned to the system after it."""
+"""Tests of `host_memory`: a stage keeps freed memory, and returns it to the system at its end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print(json.dumps([before, inside, returned, count_faults()]))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-def test_freed_memory_is_reused_inside_the_context_alone() -> None:
+def test_freed_memory_is_reused_only_inside_the_context() -> None:
     output = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
     ).stdout
@@ -74,5 +74,5 @@ def test_stage_keeps_freed_memory_until_it_ends(lab: Lab, monkeypatch: pytest.Mo
     events.clear()
     loop.run_stage(job, lab.group, lambda event: None)
     assert events == ["keep", "stage", "return"]
-    loop.run_stage(job, lab.group, lambda event: None)  # has a result
+    loop.run_stage(job, lab.group, lambda event: None)  # the stage has a result now
     assert events == ["keep", "stage", "return"]

@@ -1,5 +1,4 @@
-"""iCaRL: its losses by hand and the worked one, answers by class means, and the memory behind
-them."""
+"""Tests of iCaRL: the losses, answers by class means, and the exemplar memory."""
 
 from __future__ import annotations
 
@@ -31,10 +30,10 @@ CLASSES = {"two": ["0", "1"], "three": ["2", "3", "4"]}
 
 # ---- the loss ------------------------------------------------------------------------------------
 def test_the_loss_has_the_worked_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second sample's own label is an old class, and its teacher stands in for it."""
+    """The label of the second sample is an old class, so the teacher's output replaces it."""
     one = Task("c", "card", "", ("c1",))
     method, b = begun("icarl", A, one), batch(A, one, rows=slice(0, 2))
-    b.labels, b.tasks = torch.tensor([0, 0]), torch.tensor([1, 0])  # classes 2 and 0 of all
+    b.labels, b.tasks = torch.tensor([0, 0]), torch.tensor([1, 0])  # class positions 2 and 0
     monkeypatch.setattr(
         method, "all_logits", lambda features: torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, -1.0]])
     )
@@ -43,7 +42,7 @@ def test_the_loss_has_the_worked_value(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def teaching(method: Icarl, images: Tensor, names: str) -> Tensor:
-    """What the network answers before it moves on."""
+    """Return the outputs of the network for the tasks `names`, and then move its parameters."""
     taught = torch.cat([method.heads[name](method.backbone(images)) for name in names], 1).detach()
     moved(method)
     return taught
@@ -72,7 +71,7 @@ def test_icarl_loss_distils_old_and_fits_new_outputs(
     assert terms.keys() == {"bce", "kd"}
 
 
-def test_the_label_of_an_exemplar_has_no_part_in_the_loss() -> None:
+def test_exemplar_labels_do_not_affect_the_loss() -> None:
     method, b = begun("icarl", A, B), batch(A, B)
     moved(method)
     first = method.loss(b, START)[0]
@@ -82,7 +81,7 @@ def test_the_label_of_an_exemplar_has_no_part_in_the_loss() -> None:
     assert not torch.equal(method.loss(b, START)[0], first)
 
 
-def test_as_others_report_it_the_loss_is_cross_entropy_and_distillation() -> None:
+def test_ce_kd_loss_is_cross_entropy_plus_distillation() -> None:
     method, b = begun("icarl", A, B, loss="ce_kd", tau=3.0), batch(A, B)
     taught = teaching(method, b.images, "a")
     loss, terms = method.loss(b, START)
@@ -94,7 +93,7 @@ def test_as_others_report_it_the_loss_is_cross_entropy_and_distillation() -> Non
 
 
 @pytest.mark.parametrize(("loss", "name"), [("bce", "bce"), ("ce_kd", "ce")])
-def test_the_first_task_of_all_has_no_teacher(loss: Any, name: str) -> None:
+def test_first_task_has_no_teacher(loss: Any, name: str) -> None:
     method, b = begun("icarl", A, loss=loss), batch(A)
     logits = method.logits(b.images, None)
     expected = (
@@ -132,7 +131,7 @@ def test_icarl_answers_by_nearest_current_exemplar_mean(
     )
 
 
-def test_with_argmax_the_outputs_answer_and_only_the_measurement_is_another(lab: Lab) -> None:
+def test_argmax_inference_uses_outputs_and_changes_only_evaluation_keys(lab: Lab) -> None:
     by_means, by_outputs = (
         stream(lab, "icarl", memory=10, infer=infer) for infer in ("nme", "argmax")
     )
@@ -151,8 +150,8 @@ def test_with_argmax_the_outputs_answer_and_only_the_measurement_is_another(lab:
         assert torch.equal(served.logits(images, "three"), expected[:, 2:])
 
 
-def test_until_there_are_means_the_outputs_answer(lab: Lab) -> None:
-    """In `train` the means are of the network before; nothing of them is handed on."""
+def test_outputs_answer_until_class_means_exist(lab: Lab) -> None:
+    """In `train`, the means belong to the previous network; they are not used or handed on."""
     run = stream(lab, "icarl", memory=10)
     run.trained(1)
     live, images = lab.live[run.stages(1)[0].key].eval(), run.images(1)
@@ -163,7 +162,7 @@ def test_until_there_are_means_the_outputs_answer(lab: Lab) -> None:
     assert "heads/three/weight" in handed.tensors
 
 
-def test_means_move_with_the_network_and_not_with_its_heads() -> None:
+def test_mean_based_logits_depend_on_backbone_not_heads() -> None:
     method = begun("icarl", A, B)
     method.means = F.normalize(
         torch.randn(5, 32, generator=torch.Generator().manual_seed(3)), dim=1
@@ -177,7 +176,7 @@ def test_means_move_with_the_network_and_not_with_its_heads() -> None:
 
 
 # ---- the memory ----------------------------------------------------------------------------------
-def test_old_classes_keep_the_start_of_their_lists_and_all_share_the_memory(lab: Lab) -> None:
+def test_exemplar_lists_are_truncated_to_share_the_memory(lab: Lab) -> None:
     run = stream(lab, "icarl", memory=11)
     first, second = (run.carried(task).meta[MEMORY] for task in (0, 1))
     assert {c: len(keys) for c, keys in first["two"].items()} == {"0": 5, "1": 5}
@@ -210,7 +209,7 @@ def test_two_ranks_choose_the_same_exemplars_and_means(lab: Lab) -> None:
     ] == [run.artifact(herd).read(n) for n in ("task.safetensors", "carried.safetensors")]
 
 
-def test_a_memory_that_leaves_a_class_without_an_exemplar_is_refused() -> None:
+def test_memory_smaller_than_class_count_is_refused() -> None:
     with pytest.raises(UserError, match="memory is 4, and the stream has 5 classes"):
         METHODS["icarl"].check_backbone(IcarlSettings(memory=4), begun("icarl", A).backbone, (A, B))
     METHODS["icarl"].check_backbone(

@@ -1,5 +1,4 @@
-"""Promises of what is taken in: every kind of image becomes the pixels of evaluation, and what
-cannot gets one sentence, before it costs much."""
+"""Tests of image input: all forms give the pixels of evaluation, and bad input is refused early."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def text(data: bytes) -> str:
 
 
 def bomb(side: int, height: int = 0) -> bytes:
-    """A PNG whose header claims side x side pixels, or side x height."""
+    """Return a PNG with a header that claims side x side pixels, or side x height."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
         return (
@@ -51,7 +50,7 @@ def bomb(side: int, height: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-def test_files_bytes_and_base64_are_what_evaluation_decodes(kind: str, tmp_path: Path) -> None:
+def test_files_bytes_and_base64_decode_as_in_evaluation(kind: str, tmp_path: Path) -> None:
     data = encoded(kind)
     (tmp_path / "picture").write_bytes(data)
     url = f"data:image/{kind.lower()};base64,{text(data)}"
@@ -62,7 +61,7 @@ def test_files_bytes_and_base64_are_what_evaluation_decodes(kind: str, tmp_path:
         )
 
 
-def test_arrays_lists_and_pictures_are_the_same_image() -> None:
+def test_arrays_lists_and_pictures_give_the_same_pixels() -> None:
     array = np.asarray(PICTURE)
     nested = np.empty(9, object)
     nested[:] = [[*row] for row in array]
@@ -120,14 +119,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", [*BAD])
-def test_what_cannot_be_an_image_gets_one_sentence(kind: Any) -> None:
+def test_invalid_image_gives_a_one_line_error(kind: Any) -> None:
     image, message = BAD[kind]
     with pytest.raises(UserError, match=message) as error:
         read_pixels([encoded("PNG"), image], 6, Limits(max_pixels=1000, image_bytes=2000))
     assert "\n" not in str(error.value)
 
 
-def test_too_many_pixels_are_refused_before_one_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_pixels_are_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(UserError, match="too large"):
         read_pixels([bomb(60_000)], 6, Limits())
@@ -136,7 +135,7 @@ def test_too_many_pixels_are_refused_before_one_is_decoded(monkeypatch: pytest.M
             read_pixels([bomb(width, height)], 6, Limits())
 
 
-def test_a_file_is_read_where_that_is_allowed_alone(tmp_path: Path) -> None:
+def test_file_path_is_read_only_if_allowed(tmp_path: Path) -> None:
     image_path = tmp_path / "a.png"
     image_path.write_bytes(encoded("PNG"))
     read_pixels([str(image_path)], 6, Limits(paths=True))
@@ -148,7 +147,7 @@ def test_a_file_is_read_where_that_is_allowed_alone(tmp_path: Path) -> None:
         read_pixels([str(tmp_path / "b.png")], 6, Limits(paths=True))
 
 
-def test_a_request_is_bounded_as_a_whole() -> None:
+def test_number_and_total_bytes_of_images_are_limited() -> None:
     data = encoded("PNG")
     with pytest.raises(UserError, match="3 images in one request are more than 2"):
         read_pixels([data] * 3, 6, Limits(images=2))

@@ -1,4 +1,4 @@
-"""InfLoRA: golden values of its subspaces, and the promises of its updates."""
+"""Tests of InfLoRA: golden values of its subspaces, and properties of its updates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from workers.serving.server import Predictor
 from workers.serving.single_tasks import remove_task
 from workers.storage.taskstate import Carried, TaskState
 
-STREAM = (TWO, ONE, THREE)  # sizes 3, 2, 4
+STREAM = (TWO, ONE, THREE)  # with 3, 2 and 4 classes
 RANK = {"rank": 4}
 
 
@@ -50,13 +50,15 @@ def learned() -> Any:
 
 @pytest.fixture(scope="module")
 def first() -> Any:
-    """The state of the first task, and what it carries."""
+    """Return the state of the first task and its carried state."""
     return learn_all("inflora", STREAM[:1], **RANK)
 
 
 # ---- golden values -------------------------------------------------------------------------------
 @pytest.mark.parametrize(("threshold", "kept"), [(0.9, 1), (0.95, 2), (0.98, 2)])
-def test_the_first_subspace_holds_a_share_of_fourth_powers(threshold: float, kept: int) -> None:
+def test_first_subspace_size_follows_share_of_squared_eigenvalues(
+    threshold: float, kept: int
+) -> None:
     moments = torch.diag(torch.tensor([4, 2, 1, 0.5])).double()
     subspace = extend_subspace(None, moments, threshold)
     assert not subspace.is_free
@@ -75,7 +77,7 @@ def test_directions_are_the_leading_ones_outside_the_subspace() -> None:
 
 
 def test_a_subspace_takes_in_directions_up_to_the_threshold() -> None:
-    """It holds 0.27272727 at the start, then 0.90140690, then all."""
+    """Its share is 0.27272727 at the start, then 0.90140690, then 1."""
     assert float(R.square().sum()) == 22
     shares = decompose(F12.project(R))[1].square() / 22
     assert shares[:2].tolist() == close(0.62867963, 0.09859310)
@@ -96,8 +98,8 @@ def random_moments(seed: int, rows: int = 40, width: int = 8) -> Tensor:
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.8, 0.95, 1.0])
-def test_both_kinds_of_subspace_are_the_same_subspace(threshold: float) -> None:
-    """A subspace by its complement takes in the same directions."""
+def test_basis_and_complement_describe_the_same_subspace(threshold: float) -> None:
+    """A subspace that is given by its complement takes in the same directions."""
     used = decompose(random_moments(0))[0][:, :3]
     complement = torch.linalg.svd(used)[0][:, 3:]
     first, second = Subspace(used), Subspace(complement, is_free=True)
@@ -133,7 +135,7 @@ def test_directions_are_outside_the_subspace_and_have_one_length() -> None:
 
 
 # ---- inputs --------------------------------------------------------------------------------------
-def test_moments_are_those_of_the_inputs_of_attention() -> None:
+def test_moments_are_taken_from_attention_inputs() -> None:
     model = vit()
     moments = InputMoments([block.attn.qkv for block in model.blocks])
     with moments.recording(), torch.no_grad():
@@ -197,7 +199,7 @@ def test_a_task_starts_where_the_last_one_ended(first: Any) -> None:
         assert torch.allclose(method.heads["two"](method.features(images())), expected, atol=1e-5)
 
 
-def test_training_is_the_cross_entropy_over_the_tasks_own_classes(first: Any) -> None:
+def test_training_loss_covers_only_the_tasks_own_classes(first: Any) -> None:
     method, _ = second_task(first)
     loss, _ = method.loss(batch(), PROGRESS)
     with torch.no_grad():
@@ -207,7 +209,7 @@ def test_training_is_the_cross_entropy_over_the_tasks_own_classes(first: Any) ->
 
 
 def test_a_step_and_serving_compute_the_same_features(first: Any) -> None:
-    """Training has a branch beside the weights, serving has merged weights."""
+    """Training adds a branch to the weights, and serving merges it into the weights."""
     method, _ = second_task(first)
     with torch.no_grad():
         method.update.b.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
@@ -217,7 +219,7 @@ def test_a_step_and_serving_compute_the_same_features(first: Any) -> None:
 
 
 @pytest.mark.parametrize(("tasks", "eps"), [(0, 0.5), (1, 0.6), (4, 0.9), (9, 0.9)])
-def test_the_threshold_rises_to_that_of_the_last_expected_task(tasks: int, eps: float) -> None:
+def test_threshold_rises_until_the_last_expected_task(tasks: int, eps: float) -> None:
     settings = {"threshold": 0.5, "final_threshold": 1.0, "expected_tasks": 5}
     method = make("inflora", **RANK, **settings)
     method.loaded = {str(index): {} for index in range(tasks + 1)}
@@ -226,7 +228,7 @@ def test_the_threshold_rises_to_that_of_the_last_expected_task(tasks: int, eps: 
     assert extending.call_args[0][2] == pytest.approx(eps)
 
 
-def test_subspaces_are_those_of_the_images_of_each_task(first: Any) -> None:
+def test_subspaces_are_computed_from_the_images_of_each_task(first: Any) -> None:
     carried = first[1]
     method = serve("inflora", *first, **RANK)
     moments = InputMoments([block.attn.qkv for block in method.backbone.blocks])
@@ -241,7 +243,7 @@ def test_subspaces_are_those_of_the_images_of_each_task(first: Any) -> None:
 
 
 # ---- answers -------------------------------------------------------------------------------------
-def test_all_updates_answer_together(learned: Any) -> None:
+def test_served_weights_sum_the_updates_of_all_tasks(learned: Any) -> None:
     states, carried = learned
     method = serve("inflora", states, carried, **RANK)
     weights = {}
@@ -259,7 +261,7 @@ def test_all_updates_answer_together(learned: Any) -> None:
         assert torch.allclose(method.logits(images(), "three"), expected[:, 5:], atol=1e-4)
 
 
-def test_given_the_task_nothing_is_forgotten(learned: Any) -> None:
+def test_logits_given_the_task_do_not_change_later(learned: Any) -> None:
     states, carried = learned
     late = serve("inflora", states, carried, **RANK)
     early = serve("inflora", states[:2], carried, **RANK)
@@ -270,7 +272,7 @@ def test_given_the_task_nothing_is_forgotten(learned: Any) -> None:
     assert moved.abs().max() > 1e-4
 
 
-def test_answering_changes_no_tensor_and_depends_on_no_other_image(learned: Any) -> None:
+def test_inference_changes_no_tensor_and_ignores_other_images(learned: Any) -> None:
     states, carried = learned
     method = serve("inflora", states, carried, **RANK)
     before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
@@ -296,7 +298,7 @@ def test_later_tasks_leave_stored_updates_and_heads(learned: Any) -> None:
     assert [a.to_bytes() for a in early] == [b.to_bytes() for b in states[:2]]
 
 
-def test_a_rank_above_half_of_the_width_and_a_base_task_are_refused() -> None:
+def test_too_large_rank_and_base_task_are_refused() -> None:
     with pytest.raises(UserError, match=r"rank is 17, and .* give at most 16"):
         InfLora.check_backbone(InfLoraSettings(rank=17), vit(), TASKS)
     with pytest.raises(UserError, match=r"base task 'base'.*inputs.*role `task`"):

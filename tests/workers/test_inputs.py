@@ -1,4 +1,4 @@
-"""Promises of the counts of inputs: nothing is lost or counted twice, and shifts are measured."""
+"""Tests of the counts of served inputs: distances to test images, files, and damaged folders."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def runs(lab: Any) -> Any:
 
 @pytest.fixture
 def model(runs: Any, tmp_path: Path) -> str:
-    """A model folder with a reference."""
+    """Write a model folder with a reference; return its path."""
     folder = str(tmp_path / "model")
     with_measurements(runs("meat").bundle).write(folder)
     return folder
@@ -73,7 +73,7 @@ def pixels_of(run: Finished, task: str) -> Any:
 
 
 def read_total(folder: str) -> TaskCounts:
-    """Return the counts of all files, days, models and tasks together."""
+    """Return the sum of the counts of all files, days, models and tasks."""
     files, damaged = input_counts.read_counts(f"{folder}/inputs")
     assert damaged == []
     total = TaskCounts()
@@ -105,7 +105,7 @@ def test_every_method_measures_its_own_test_images_as_near(runs: Any, name: str)
         assert near.quantile(0.5) == pytest.approx(1.0, abs=0.01)
         assert (near > reference.tasks[task].far).float().mean() <= 0.1
         far = reference.tasks[task].distances(run.served.features(255 - pixels, task))
-        if name != "icarl":  # features of so short a training hardly differ
+        if name != "icarl":  # after such a short training, its features hardly differ
             assert (far > 1).float().mean() > 0.9
 
 
@@ -120,7 +120,7 @@ def test_a_task_without_its_images_has_no_reference(runs: Any, tmp_path: Path) -
     complete.write(str(tmp_path / "model"))
 
 
-def test_folders_without_a_reference_and_imported_tasks_say_why(runs: Any, model: str) -> None:
+def test_missing_reference_of_a_task_has_a_reason(runs: Any, model: str) -> None:
     run = runs("meat")
     assert load_reference(run.bundle).missing == dict.fromkeys(run.names, OLD_FOLDER)
     task = run.names[0]
@@ -129,7 +129,7 @@ def test_folders_without_a_reference_and_imported_tasks_say_why(runs: Any, model
     single_tasks.import_task(
         model, single_tasks.export_task(Bundle.open(model), task), "task", replace=True
     )
-    assert load_reference(Bundle.open(model)).missing == {}, "it is the same state"
+    assert load_reference(Bundle.open(model)).missing == {}, "the state is the same"
     other = Path(model, REFERENCE).read_bytes()
     state = body["files"][f"tasks/{task}.safetensors"]["sha256"]
     changed = other.replace(state.encode(), b"0" * 64)
@@ -157,7 +157,7 @@ NESTED = "[" * 100_000
     ],
     ids=["zeros", "nested header", "nested metadata"],
 )
-def test_a_damaged_reference_is_one_sentence(runs: Any, model: str, data: bytes) -> None:
+def test_damaged_reference_file_is_refused(runs: Any, model: str, data: bytes) -> None:
     bundle = Bundle.open(model)
     files = {**bundle.body["files"], REFERENCE: input_file_info(data)}
     damaged = replace(bundle, body={**bundle.body, "files": files}, fetch=lambda _: data)
@@ -166,7 +166,7 @@ def test_a_damaged_reference_is_one_sentence(runs: Any, model: str, data: bytes)
 
 
 # ---- counts --------------------------------------------------------------------------------------
-def test_counts_of_answers_and_distances(runs: Any, model: str) -> None:
+def test_recording_counts_answers_and_distances(runs: Any, model: str) -> None:
     run = runs("meat")
     images, classes = run.images("two")
     served = Predictor(Bundle.open(model))
@@ -186,8 +186,8 @@ def test_counts_of_answers_and_distances(runs: Any, model: str) -> None:
     assert read_total(model).inputs == total.inputs, "nothing is counted after `recording`"
 
 
-def test_a_file_holds_counts_alone(runs: Any, model: str) -> None:
-    """No field can hold an image, features, or values of a single input."""
+def test_count_file_contains_only_counts(runs: Any, model: str) -> None:
+    """No field can contain an image, features, or values of a single input."""
     run = runs("meat")
     served = Predictor(Bundle.open(model))
     with recording(served, model):
@@ -215,7 +215,7 @@ def test_a_file_holds_counts_alone(runs: Any, model: str) -> None:
     assert path.stat().st_size < 2000
 
 
-def test_values_at_the_ends_of_histograms() -> None:
+def test_histograms_count_values_at_their_ends() -> None:
     counts = TaskCounts()
     for probability in (0.0, 0.0999, 0.5, 1.0):
         counts.add_answer("a", probability, False)
@@ -226,7 +226,7 @@ def test_values_at_the_ends_of_histograms() -> None:
     assert (counts.distances[39], counts.distances[40], counts.far) == (1, 2, 3)
 
 
-def test_a_server_measures_a_share_of_its_time(runs: Any, model: str) -> None:
+def test_recorder_measures_distances_in_its_share_of_time(runs: Any, model: str) -> None:
     run = runs("meat")
     served = Predictor(Bundle.open(model))
     counter = InputRecorder(served, model, share=0.001)
@@ -247,7 +247,7 @@ def count_in_process(folder: str, images: list[bytes], times: int) -> None:
             served.predict(images, "two")
 
 
-def test_two_processes_lose_nothing(runs: Any, model: str) -> None:
+def test_two_processes_count_all_inputs(runs: Any, model: str) -> None:
     images = runs("meat").images("two")[0][:5]
     with ProcessPoolExecutor(2, small_run.processes()) as pool:
         for future in [pool.submit(count_in_process, model, images, n) for n in (3, 4)]:
@@ -278,7 +278,7 @@ def test_a_killed_process_leaves_readable_files(runs: Any, model: str) -> None:
 
 
 # ---- folders -------------------------------------------------------------------------------------
-def test_a_folder_that_cannot_be_written_does_not_stop_answers(
+def test_unwritable_folder_does_not_stop_predictions(
     runs: Any, model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder, "WRITE_S", 0.01)
@@ -292,7 +292,7 @@ def test_a_folder_that_cannot_be_written_does_not_stop_answers(
     assert sum("inputs are not counted" in text for text in caplog.messages) == 1
 
 
-def test_obstacles_of_counting(tmp_path: Path) -> None:
+def test_find_obstacle_explains_why_inputs_are_not_counted(tmp_path: Path) -> None:
     assert input_counts.find_obstacle(str(tmp_path)) == ""
     assert "is not on a disk" in input_counts.find_obstacle("s3://bucket/model")
     assert "has no folder" in input_counts.find_obstacle(str(tmp_path / "elsewhere"))
@@ -311,7 +311,7 @@ def write_days(folder: Path, days: int, per_day: int) -> None:
             input_counts.write_counts(input_counts.new_file(str(folder), day), counts)
 
 
-def test_files_of_days_that_are_over_are_merged(tmp_path: Path) -> None:
+def test_count_files_of_past_days_are_merged(tmp_path: Path) -> None:
     folder = tmp_path / "inputs"
     folder.mkdir()
     write_days(folder, 5, 6)
@@ -350,7 +350,7 @@ def test_a_kill_while_merging_counts_nothing_twice(
     assert len([*folder.glob("*.json")]) == 3 + 3 + 1 + 1
 
 
-def test_a_day_that_is_over_is_written_and_forgotten(
+def test_past_day_is_written_and_removed_from_memory(
     runs: Any, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder, "WRITE_S", 0.01)
@@ -384,8 +384,8 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     assert damaged == sorted(bad)
 
 
-# ---- a folder of a stranger ----------------------------------------------------------------------
-def test_pipes_and_huge_files_are_passed_over(
+# ---- untrusted folders ---------------------------------------------------------------------------
+def test_pipes_and_files_over_the_size_limit_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"2026-11-2{n}-0123456{n}.json" for n in range(4)]
@@ -398,7 +398,7 @@ def test_pipes_and_huge_files_are_passed_over(
     assert (sorted(valid), damaged) == (names[1:3], [names[0], names[3]])
 
 
-def test_no_inputs_are_counted_through_a_link(tmp_path: Path) -> None:
+def test_inputs_are_not_counted_through_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "inputs").symlink_to(tmp_path / "elsewhere")

@@ -1,4 +1,4 @@
-"""Attention with a differentiable mask of keys, against the plain form with autograd in float64."""
+"""Tests of attention with a differentiable mask of keys against plain autograd in float64."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def draw(
 
 
 def differentiate(form: Any, policy: Any, gradient: Any, *rest: Any) -> list[Tensor]:
-    """Return the output of a form, and its gradients of the policy and of q, k and v."""
+    """Return the output of a form, and the gradients of the policy and of q, k and v."""
     scale, bias, *qkv = rest
     inputs = [t.detach().clone().requires_grad_() for t in (policy, *qkv)]
     output = form(inputs[0], scale, bias, *inputs[1:])
@@ -71,7 +71,7 @@ def assert_equal(got: list[Tensor], expected: list[Tensor], atol: float = 1e-11)
 
 @pytest.fixture(params=["fused", "tiles of an image", "other devices"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Let `attend` take one of its ways."""
+    """Make `attend` use one of its implementations."""
     if request.param == "tiles of an image":
         monkeypatch.setattr(key_masks, "TILE_SCORES", 1)
     backends = [SDPBackend.MATH]
@@ -92,7 +92,7 @@ def test_the_fused_kernel_is_used_if_it_is_enabled(
 
 
 @pytest.mark.parametrize("shape", ["per image", "shared", "self loop"])
-def test_gradients_are_those_of_the_plain_form(form: str, shape: str) -> None:
+def test_gradients_equal_those_of_plain_attention(form: str, shape: str) -> None:
     torch.manual_seed(0)
     sizes = [(1, 1, 1, 1), (1, 3, 2, 4), (3, 2, 5, 8), (2, 4, 17, 16), (5, 1, 37, 3), (2, 3, 70, 8)]
     for size, keep in itertools.product(sizes, (0.0, 0.5, 0.9, 1.0)):
@@ -101,7 +101,7 @@ def test_gradients_are_those_of_the_plain_form(form: str, shape: str) -> None:
         assert_equal(differentiate(attend, *rest), differentiate(compute_plain, *rest))
 
 
-def test_gradients_are_those_of_the_plain_form_at_random_sizes(form: str) -> None:
+def test_gradients_equal_those_of_plain_attention_at_random_sizes(form: str) -> None:
     torch.manual_seed(1)
     for _ in range(40):
         batch, heads, width = (int(torch.randint(1, 6, ())) for _ in range(3))
@@ -115,7 +115,7 @@ def test_gradients_are_those_of_the_plain_form_at_random_sizes(form: str) -> Non
         assert_equal(differentiate(attend, *rest), differentiate(compute_plain, *rest), 1e-9)
 
 
-def test_a_tile_has_several_images_and_the_last_one_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_last_tile_gives_correct_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(key_masks, "TILE_SCORES", 2 * 3 * 9**2)
@@ -124,7 +124,7 @@ def test_a_tile_has_several_images_and_the_last_one_fewer(monkeypatch: pytest.Mo
     assert_equal(differentiate(attend, *rest), differentiate(compute_plain, *rest))
 
 
-def test_a_masked_key_far_above_the_kept_ones_has_the_gradient_of_the_bound(form: str) -> None:
+def test_masked_key_far_above_kept_ones_gets_bounded_gradient(form: str) -> None:
     """The scores of masked keys exceed those of kept keys by up to 19, 20, 21 and 1,000."""
     torch.manual_seed(3)
     for height in (19.0, 20.0, 21.0, 1e3):
@@ -153,7 +153,7 @@ def test_a_bias_with_a_gradient_is_refused() -> None:
         attend(policy, 1.0, torch.zeros(7, 7, requires_grad=True), *qkv)
 
 
-def test_one_tensor_of_queries_keys_and_values_has_the_same_gradients(form: str) -> None:
+def test_stacked_qkv_tensor_gives_the_same_gradients(form: str) -> None:
     torch.manual_seed(5)
     policy, gradient, qkv = draw(4, 3, 9, 4)
     stacked = torch.stack([part.transpose(1, 2) for part in qkv], 2)  # (B, N, 3, H, D)
@@ -178,7 +178,7 @@ def test_frozen_queries_and_a_frozen_policy_get_no_gradient(form: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fewer_digits_give_the_gradients_up_to_rounding(form: str, dtype: torch.dtype) -> None:
+def test_low_precision_gradients_agree_up_to_rounding(form: str, dtype: torch.dtype) -> None:
     torch.manual_seed(7)
     policy, gradient, qkv = draw(3, 3, 50, 16)
     gradient, *qkv = (t.to(dtype).double() for t in (gradient, *qkv))
@@ -194,7 +194,7 @@ def test_fewer_digits_give_the_gradients_up_to_rounding(form: str, dtype: torch.
 
 @contextmanager
 def list_saved_sizes(sizes: list[int]) -> Iterator[None]:
-    """Append the number of elements of each tensor that is kept for a backward pass."""
+    """Append the number of elements of each tensor that is saved for the backward pass."""
 
     def pack(tensor: Tensor) -> Tensor:
         sizes.append(tensor.numel())
@@ -204,7 +204,7 @@ def list_saved_sizes(sizes: list[int]) -> Iterator[None]:
         yield
 
 
-def test_no_map_is_kept_for_the_backward_pass(form: str) -> None:
+def test_no_attention_map_is_saved_for_backward(form: str) -> None:
     policy, _, qkv = draw(2, 3, 50, 4)
     sizes: list[int] = []
     with list_saved_sizes(sizes):
@@ -223,7 +223,7 @@ def test_second_derivatives_raise(form: str) -> None:
         first.sum().backward()
 
 
-def test_attention_compiles_without_a_break() -> None:
+def test_attention_compiles_without_a_graph_break() -> None:
     torch.manual_seed(8)
     policy, gradient, qkv = draw(2, 3, 9, 4)
     rest = policy, gradient, 0.5, None, *qkv

@@ -1,5 +1,4 @@
-"""KSM: the reference's worked numbers and invariants, its masks and copies as trained, stored and
-served."""
+"""Tests of KSM: worked numbers and invariants, and masks and copies in training and serving."""
 
 from __future__ import annotations
 
@@ -51,14 +50,14 @@ def gradient(mask: SoftBinary) -> Tensor:
 
 
 # ---- the equations -------------------------------------------------------------------------------
-def test_the_worked_example_of_the_soft_mask() -> None:
+def test_soft_mask_matches_worked_example() -> None:
     mask = SoftBinary(WORKED, 5e-3)
     assert mask.hard().tolist() == [1.0, 0.5, 0.0, 0.0]
     assert mask.sample().tolist() == [1.0, 0.5, 0.0, 0.0]
     assert SoftBinary(WORKED, 5e-3, soft=False).hard().tolist() == [True, False, False, False]
 
 
-def test_mask_values_are_one_or_at_most_a_half() -> None:
+def test_soft_mask_values_are_one_or_at_most_one_half() -> None:
     values = scores()
     mask = SoftBinary(values, 5e-3).hard()
     assert torch.equal(mask == 1, values >= 5e-3)
@@ -81,16 +80,18 @@ def test_mask_values_are_one_or_at_most_a_half() -> None:
     ],
     ids=["all off and equal", "all on", "all off", "all at zero", "at the threshold"],
 )
-def test_a_layer_without_a_range_has_no_nan(values: Any, want: Any) -> None:
-    """On entries count as zero for the least and the largest, off ones at exactly zero get
-    nothing."""
+def test_soft_mask_edge_cases_have_expected_values_and_finite_gradients(
+    values: Any, want: Any
+) -> None:
+    """Entries that are on count as zero in the minimum and maximum. An off entry at exactly zero
+    has coefficient 0."""
     mask = SoftBinary(torch.tensor(values), torch.tensor(5e-3).item())
     assert mask.hard().tolist() == want
     mask.sample().sum().backward()
     assert bool(gradient(mask).isfinite().all())
 
 
-def test_the_slope_at_the_threshold_is_three() -> None:
+def test_gradient_at_threshold_is_beta_over_four_temperatures() -> None:
     mask = SoftBinary(torch.tensor([5e-3]), 5e-3)
     mask.sample().backward()
     assert gradient(mask).item() == pytest.approx(3.0, abs=1e-6)
@@ -100,7 +101,8 @@ def test_the_slope_at_the_threshold_is_three() -> None:
 
 
 def test_no_gradient_goes_through_the_coefficients() -> None:
-    """That of the whole mask is that of its bits: sigmoid' of the relaxation, on or off."""
+    """The gradient of the soft mask is that of its bits: sigmoid' for entries that are on or
+    off."""
     values, weights = scores(), torch.linspace(-1, 1, 5000)
     soft, bits = SoftBinary(values, 5e-3), SoftBinary(values, 5e-3, soft=False)
     for mask in (soft, bits):
@@ -110,7 +112,7 @@ def test_no_gradient_goes_through_the_coefficients() -> None:
     assert torch.allclose(gradient(soft).double(), weights * 12 * s * (1 - s), rtol=1e-5)
 
 
-def test_without_coefficients_and_groups_it_is_piggyback() -> None:
+def test_elementwise_hard_ksm_equals_piggyback() -> None:
     values = scores()
     assert torch.equal(SoftBinary(values, 5e-3, soft=False).hard(), Threshold(values, 5e-3).hard())
     tie = torch.tensor([5e-3])
@@ -132,7 +134,7 @@ def test_without_coefficients_and_groups_it_is_piggyback() -> None:
         assert torch.equal(weight, piggyback_weights[name])
 
 
-def test_kernel_mask_granularities() -> None:
+def test_masks_apply_to_kernel_groups_channels_and_conv_kernels() -> None:
     weight = torch.arange(1.0, 17.0).view(2, 8)
     assert masked(weight, torch.tensor([[1.0, 0.5], [0.0, 2.0]])).tolist() == [
         [1, 2, 3, 4, 2.5, 3, 3.5, 4],
@@ -183,9 +185,7 @@ def test_kernel_mask_granularities() -> None:
         ),
     ],
 )
-def test_every_granularity_trains_masks_of_its_shape_and_serves_them(
-    settings: Any, shapes: Any
-) -> None:
+def test_each_granularity_trains_and_serves_masks_of_its_shape(settings: Any, shapes: Any) -> None:
     method = ksm(mask_travel=20.0, **settings)
     state = trained(method)
     assert {site: tuple(state.masks[site].shape) for site in shapes} == shapes
@@ -197,7 +197,7 @@ def test_every_granularity_trains_masks_of_its_shape_and_serves_them(
 
 # ---- training ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("soft", [True, False])
-def test_a_new_mask_gives_the_logits_of_the_plain_backbone_bit_for_bit(soft: bool) -> None:
+def test_new_mask_reproduces_plain_backbone_logits_bit_for_bit(soft: bool) -> None:
     method = ksm(soft=soft)
     begun(method)
     for mask in method.masks.values():
@@ -208,19 +208,21 @@ def test_a_new_mask_gives_the_logits_of_the_plain_backbone_bit_for_bit(soft: boo
         assert torch.equal(method.heads["one"](method.features(images())), want)
     assert torch.equal(answers(method), want)
     state = method.finish()[0]
-    assert not any(name.endswith(".soft") for name in state.copies), "what is on has no coefficient"
+    assert not any(name.endswith(".soft") for name in state.copies), (
+        "entries that are on have no coefficient"
+    )
     fresh = ksm()
     fresh.load_task(state)
     assert torch.equal(answers(fresh), want)
 
 
-def test_masks_copies_of_norms_and_head_are_trained_and_nothing_else() -> None:
+def test_only_masks_norm_copies_and_head_are_trained() -> None:
     method = ksm()
     groups = {g["name"]: g for g in begun(method)}
     assert groups.keys() == {"head.weight", "head.bias", "masks", "copies"}
     assert groups["masks"]["weight_decay"] == groups["copies"]["weight_decay"] == 0
     assert groups["masks"]["lr"] == pytest.approx(2.0 * 5e-3 / 6**0.5)
-    assert "lr" not in groups["copies"], "they train at the configured rate"
+    assert "lr" not in groups["copies"], "copies must train at the configured rate"
     assert sum(p.numel() for p in groups["copies"]["params"]) == 2 * 32 * (2 * 2 + 1)
     assert "copies" not in {g["name"] for g in begun(ksm(norms=False))}
     method.loss(batch(), PROGRESS)[0].backward()
@@ -229,12 +231,14 @@ def test_masks_copies_of_norms_and_head_are_trained_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("soft", [True, False])
-def test_the_backbone_and_the_answers_on_an_earlier_task_stay(optimizer: Any, soft: bool) -> None:
+def test_training_another_task_keeps_backbone_and_earlier_answers(
+    optimizer: Any, soft: bool
+) -> None:
     method = ksm(soft=soft, **({"mask_lr": 5.0} if optimizer == "sgd" else {}))
     method.load_task(trained(method, ONE, optimizer))
     before = answers(method)
     trained(method, TWO, optimizer)
-    assert method.metrics()["density"] < 0.98, "an empty training would keep them too"
+    assert method.metrics()["density"] < 0.98, "training without effect would also keep the answers"
     assert any(
         not torch.equal(t, dict(vit().named_parameters())[name])
         for name, t in method.copies.tensors().items()
@@ -244,8 +248,9 @@ def test_the_backbone_and_the_answers_on_an_earlier_task_stay(optimizer: Any, so
     assert method.logits(images(), "two").shape == (8, 3)
 
 
-def test_norms_trained_in_place_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutation that the test above is for: the backbone's own norms in place of copies."""
+def test_norms_trained_in_place_change_earlier_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutation that the test above must find: it trains the backbone's norms instead of
+    copies."""
     monkeypatch.setattr(Ksm, "copied", lambda self: [])
     method = ksm()
     norms = [p for name, p in method.backbone.named_parameters() if "norm" in name]
@@ -272,11 +277,11 @@ def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32() -> None:
         assert gradient(mask).isfinite().all()
 
 
-# ---- what is stored and served -------------------------------------------------------------------
-def test_the_stored_bits_coefficients_and_norms_give_the_answers_of_training() -> None:
+# ---- storage and serving -------------------------------------------------------------------------
+def test_stored_state_reproduces_training_answers() -> None:
     method = ksm()
     state = trained(method)
-    server = ksm(soft=False)  # a state says itself whether it is soft
+    server = ksm(soft=False)  # the state determines whether it is soft
     server.load_task(TaskState.from_bytes(state.to_bytes()))
     assert torch.equal(answers(server), answers(method))
     with torch.no_grad():
@@ -289,13 +294,13 @@ def test_the_stored_bits_coefficients_and_norms_give_the_answers_of_training() -
         assert not torch.equal(answers(server), answers(method)), name
 
 
-def test_a_task_is_the_same_whatever_was_trained_before_it() -> None:
+def test_task_state_does_not_depend_on_earlier_tasks() -> None:
     alone, after = ksm(), ksm()
     trained(after, TWO)
     assert trained(alone).to_bytes() == trained(after).to_bytes()
 
 
-def test_a_base_task_is_served_by_the_plain_backbone_between_masked_ones() -> None:
+def test_plain_backbone_serves_base_task_between_masked_tasks() -> None:
     method = ksm()
     method.load_task(trained(method))
     method.load_task(
@@ -313,8 +318,8 @@ def test_a_base_task_is_served_by_the_plain_backbone_between_masked_ones() -> No
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
 def test_stored_size_counts_bits_and_soft_values(share: float) -> None:
-    """(N / g) (1 + 32 rho) bits of masks and 9,600 floats of norms; 576 of the kernels are those of
-    the patch embedding."""
+    """Masks take (N / g) (1 + 32 rho) bits, and norms 9,600 floats. The patch embedding has 576 of
+    the kernels."""
     method = Ksm(build(BackboneSettings()), KsmSettings(), seed=1)
     begun(method, TWO)
     off = 0
@@ -334,8 +339,8 @@ def test_stored_size_counts_bits_and_soft_values(share: float) -> None:
     assert off == pytest.approx(share * kernels, abs=49)
 
 
-# ---- people's mistakes ---------------------------------------------------------------------------
-def test_mistakes_get_a_sentence() -> None:
+# ---- user errors ---------------------------------------------------------------------------------
+def test_invalid_settings_are_refused() -> None:
     check = partial(Ksm.validate, data=DataSettings(), scenario="task")
     check(KsmSettings(), TrainSettings())
     with pytest.raises(UserError, match=r"start is 0\.001 with theta 0\.005"):
@@ -348,12 +353,14 @@ def test_mistakes_get_a_sentence() -> None:
     ):
         Ksm.check_backbone(KsmSettings(group=5), ksm().backbone)
     Ksm.check_backbone(KsmSettings(group=5, granularity="channel"), ksm().backbone)
-    assert ksm(group=24).mask_shape("blocks.0.attn.qkv") == (96, 4), "of 32 columns, 8 each"
+    assert ksm(group=24).mask_shape("blocks.0.attn.qkv") == (96, 4), (
+        "each group has 8 of 32 columns"
+    )
     with pytest.raises(ValidationError):
         KsmSettings(granularity="layer")
 
 
-def test_a_state_that_does_not_fit_is_refused() -> None:
+def test_state_with_mismatched_masks_is_refused() -> None:
     state = trained(ksm())
     with pytest.raises(
         UserError, match=r"has a mask patch_embed\.proj of shape .*the settings of its run"
@@ -367,7 +374,7 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("soft", [True, False])
-def test_masks_computed_together_have_the_bits_of_each_mask(soft: bool) -> None:
+def test_batched_mask_sampling_equals_separate_sampling_bit_for_bit(soft: bool) -> None:
     generator = torch.Generator().manual_seed(4)
     shapes = ((64, 6), (64, 6), (96, 3), (64, 6))
     starts = [torch.randn(shape, generator=generator) * 0.02 for shape in shapes]

@@ -1,5 +1,5 @@
-"""The linear probe on features that are computed once: the same numbers as recomputing them, and
-only where they stay the same."""
+"""Tests of the linear probe (cached features give the same results, and are used only if they do
+not change), and of `individual`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAIN: dict[str, Any] = {"crop": "none", "flip": 0.0, "erase": 0.0}
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """How many images each forward of a linear probe's backbone sees."""
+    """Yield a list of the number of images in each forward of the backbone."""
     seen: list[int] = []
     features = Method.features
 
@@ -57,15 +57,15 @@ def probe(lab: Lab, **data: Any) -> Run:
 @pytest.mark.parametrize(
     "data", [{}, {"smoothing": 0.2}, {"repeats": 2}, {"resident_mb": 0}], ids=repr
 )
-def test_the_numbers_are_those_of_recomputing(lab: Lab, data: dict[str, Any]) -> None:
-    """Up to rounding: a sample meets other neighbours in the forward. Smoothed labels, repeated
-    images and streamed ones too."""
-    name = "-".join(["of", *data])  # resident_mb is in no key
+def test_cached_features_give_the_results_of_recomputing(lab: Lab, data: dict[str, Any]) -> None:
+    """The results are equal up to rounding, because the batches of a forward differ. This includes
+    smoothed labels, repeated images and streamed images."""
+    name = "-".join(["of", *data])  # resident_mb is not part of the key
     job = again(probe(lab, **data).stages(0)[0], name)
     with counted() as seen:
         cached_artifact = lab.stage(job)
     images = history(cached_artifact)[0]["images"] + history(cached_artifact)[0]["val_total"]
-    assert sum(seen) == images, "one pass over what is trained and validated on"
+    assert sum(seen) == images, "one pass over the training and validation images is expected"
     with counted() as seen, recomputed():
         expected = lab.stage(again(job, "recomputed"))
     assert sum(seen) == 5 * images
@@ -80,7 +80,7 @@ def test_the_numbers_are_those_of_recomputing(lab: Lab, data: dict[str, Any]) ->
     assert all(
         torch.allclose(cached_head[name], expected_head[name], atol=1e-6) for name in expected_head
     )
-    assert not torch.equal(cached_head["bias"], torch.zeros(2)), "it was trained"
+    assert not torch.equal(cached_head["bias"], torch.zeros(2)), "the head must have been trained"
 
 
 @pytest.mark.few(3)
@@ -98,17 +98,17 @@ def test_the_numbers_are_those_of_recomputing(lab: Lab, data: dict[str, Any]) ->
     ids=repr,
 )
 def test_with_augmentation_features_are_recomputed(lab: Lab, data: dict[str, Any]) -> None:
-    """Those of validation images alone stay the same."""
+    """Only the features of validation images do not change."""
     job = probe(lab, **data).stages(0)[0]
     with counted() as seen:
         epochs = history(lab.stage(job))
     assert sum(seen) == 5 * epochs[0]["images"] + epochs[0]["val_total"]
     with recomputed():
         expected = history(lab.stage(again(job, "recomputed")))
-    assert epochs == expected, "bit for bit"
+    assert epochs == expected, "the histories must be bit-identical"
 
 
-def test_nothing_is_held_where_the_backbone_is_trained(
+def test_features_are_not_cached_if_backbone_is_trained(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Thawed(Linear):
@@ -128,7 +128,7 @@ def test_nothing_is_held_where_the_backbone_is_trained(
 
 
 def test_two_ranks_train_the_same_head(lab: Lab) -> None:
-    """Up to the order of summation of its gradients."""
+    """The heads are equal up to the order in which gradients are summed."""
     jobs = [again(probe(lab).stages(0)[0], f"on-{world}-ranks") for world in (1, 2)]
     with small_batches():
         lab.stage(jobs[0])
@@ -156,8 +156,8 @@ def test_a_feed_yields_cached_features_in_place_of_images(
     storage: str,
     world: int,
 ) -> None:
-    """For each sample, in any epoch, for any number of ranks; labels and targets are those of its
-    image."""
+    """This holds for each sample, in any epoch and for any number of ranks. Labels and targets are
+    those of the image."""
     options: dict[str, Any] = {"batch": 4, "accumulate": 2, "data": {**PLAIN, "smoothing": 0.1}}
     plain = feed_of(root, storage, **options)
     feeds = [feed_of(root, storage, rank, world, **options) for rank in range(world)]
@@ -213,13 +213,13 @@ def test_features_above_the_limit_are_not_cached(
     world: int,
     fits: bool,
 ) -> None:
-    """On no rank, also if a rank has no batch, and so does not know the size of a row."""
+    """All ranks decide alike, even a rank that has no batch and so does not know the row size."""
     feeds = [feed_of(root, "resident", rank, world, batch=16, data=PLAIN) for rank in range(world)]
     max_bytes = 2 * 8 * feeds[0].num_samples - (not fits)
     with mock.patch.object(Group, "gather", return_value=[[]]) as gather:
         for feed in feeds:
             feed.cache_features(made_of, max_bytes)
-    shares = [call.args[0] for call in gather.call_args_list]  # one of each rank
+    shares = [call.args[0] for call in gather.call_args_list]  # one per rank
     assert [bool(share) for share in shares] == [fits, fits, False][:world]
     with mock.patch.object(Group, "gather", return_value=shares):
         for feed in feeds:
@@ -228,7 +228,7 @@ def test_features_above_the_limit_are_not_cached(
 
 
 # ---- full fine-tuning of a network per task ------------------------------------------------------
-def test_individual_stores_a_network_and_a_head_and_nothing_else(lab: Lab) -> None:
+def test_individual_stores_only_a_network_and_a_head(lab: Lab) -> None:
     run = lab.run("individual")
     live = run.live(0)
     assert isinstance(live, Individual)

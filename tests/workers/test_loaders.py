@@ -1,4 +1,4 @@
-"""Loader processes produce the same bits as threads and exit cleanly."""
+"""Tests of loader processes: they produce the same bits as threads, and exit cleanly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from workers.errors import DamagedArtifact
 
 
 def processes_of(server: int, count: int) -> list[int]:
-    """The loaders of a server, when it has forked all of them."""
+    """Return the process ids of a server's loaders after it has forked all of them."""
     children: list[str] = []
     while len(children) < count:
         children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
@@ -43,7 +43,7 @@ def processes_of(server: int, count: int) -> list[int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def at_once() -> Iterator[None]:
-    """Loaders start with the first image, and every feed waits for them."""
+    """Start loaders with the first image, and make every feed wait for them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loaders, "START_AFTER_S", 0.0)
         find = Loaders.are_ready
@@ -118,7 +118,7 @@ def test_late_reads_of_abandoned_epoch_do_not_corrupt_images(
     data = {"crop": "resized"}
     expected = samples([feed_of(folder, "streamed", data=data, batch=16, workers=0)], 1)
     feed = feed_of(URI, "streamed", data=data, batch=16)
-    samples([feed], 1)  # its reader has all bytes
+    samples([feed], 1)  # afterwards its reader has all bytes
     reader = feed.source.pictures.reader
     read = type(reader).read
     is_over = threading.Event()
@@ -161,7 +161,7 @@ def test_forked_child_does_not_use_loaders_of_parent(root: Path) -> None:
     feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=2)
     expected = samples([feed])
     child = os.fork()
-    if not child:  # no test may go on here, whatever happens
+    if not child:  # the child must not continue with the tests
         status = 1
         try:
             other = feed_of(root, "streamed", data={"crop": "resized"}, workers=2)
@@ -345,7 +345,7 @@ def test_loaders_exit_with_killed_trainer(root: Path, number: signal.Signals) ->
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    """Wait until none of some processes lives."""
+    """Wait until none of the processes is alive."""
     deadline = time.monotonic() + 900
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, [pid for pid in pids if is_alive(pid)]
@@ -353,7 +353,7 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for does not."""
+    """Return whether a process runs. A zombie does not run."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

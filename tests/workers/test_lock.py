@@ -1,5 +1,5 @@
-"""One of several processes does the work: claims are held, freed by death, and leave nothing
-behind."""
+"""Tests of the lock of a result: one holder at a time, release when the holder dies, and no files
+left behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def held(root: str) -> tuple[Any, Any, Any]:
 
 
 def taken(root: str) -> threading.Event:
-    """Set once a thread of this process has got the claim."""
+    """Start a thread that takes the lock; return an event that is set when it holds the lock."""
     got = threading.Event()
 
     def take() -> None:
@@ -44,7 +44,7 @@ def taken(root: str) -> threading.Event:
     return got
 
 
-def test_one_waits_until_the_other_is_done(tmp_path: Path) -> None:
+def test_lock_waits_until_the_holder_releases_it(tmp_path: Path) -> None:
     root = str(tmp_path / "stages")
     process, _, leave = held(root)
     got = taken(root)
@@ -73,10 +73,10 @@ def test_waiting_for_lock_is_reported_repeatedly(
     process.join(900)
     calls.clear()
     with stage_lock(root, "k", on_wait=say):
-        assert calls == [], "nobody holds it"
+        assert calls == [], "no process holds the lock"
 
 
-def test_a_process_that_dies_frees_its_claim(tmp_path: Path) -> None:
+def test_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
     root = str(tmp_path / "stages")
     process, _, _ = held(root)
     got = taken(root)
@@ -84,7 +84,7 @@ def test_a_process_that_dies_frees_its_claim(tmp_path: Path) -> None:
     assert got.wait(60)
 
 
-def test_other_keys_and_an_object_store_wait_for_nobody(tmp_path: Path) -> None:
+def test_other_keys_and_object_stores_do_not_wait(tmp_path: Path) -> None:
     root = str(tmp_path / "stages")
     with (
         stage_lock(root, "k"),
@@ -96,7 +96,7 @@ def test_other_keys_and_an_object_store_wait_for_nobody(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path / "claims")
 
 
-def test_whoever_does_not_wait_is_told(tmp_path: Path) -> None:
+def test_lock_without_waiting_raises_if_it_is_held(tmp_path: Path) -> None:
     root = str(tmp_path / "stages")
     with stage_lock(root, "k"), pytest.raises(BlockingIOError), stage_lock(root, "k", wait=False):
         pass
@@ -104,17 +104,18 @@ def test_whoever_does_not_wait_is_told(tmp_path: Path) -> None:
         pass
 
 
-def test_a_file_that_was_removed_meanwhile_is_no_claim(
+def test_lock_on_a_replaced_file_is_not_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = str(tmp_path / "stages")
     path = tmp_path / "claims" / "k"
     real_flock = fcntl.flock
-    descriptors: list[int] = []  # of the process that removes and takes the file
+    descriptors: list[int] = []  # of the process that replaces and locks the file
 
     def flock(file: int, how: int) -> None:
         if not descriptors:
-            # Between opening and locking, the holder removes the file and the next one takes it.
+            # After the file is opened and before it is locked, the holder removes it, and another
+            # process creates and locks a new one.
             path.unlink()
             descriptors.append(os.open(path, os.O_RDWR | os.O_CREAT))
             real_flock(descriptors[0], fcntl.LOCK_EX)
@@ -135,7 +136,7 @@ def work(root: str, log: str, rounds: int) -> None:
             stream.write(str(count + 1))
 
 
-def test_never_two_at_once(tmp_path: Path) -> None:
+def test_lock_has_at_most_one_holder(tmp_path: Path) -> None:
     log = tmp_path / "count"
     log.write_text("0")
     processes = [

@@ -1,5 +1,4 @@
-"""Promises of the train loop: an interruption, the number of ranks and what ran before change
-nothing."""
+"""Tests of the train loop: interruptions, ranks and earlier tasks do not change the results."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ AUGMENTED = {
     "erase": 0.5,
     "smoothing": 0.1,
 }
-# three whole batches, and one sample over: a rank of two has no row in the last step
+# three full batches and one more sample: in the last step, one of two ranks has no row
 SAMPLES, BATCH = (
     70,
     23,
@@ -47,7 +46,7 @@ PER_EPOCH = 4
 
 
 def augmented(lab: Lab, method: str, optimizer: str = "adamw", **train: Any) -> Run:
-    """Everything that is random is on, and the best epoch is kept. The first task is trained,
+    """Return a run with all random operations and `keep: best`. Its first task has been trained
     without interruption."""
     settings = {**OPTIMIZERS[optimizer], "batch_size": BATCH, "keep": "best", **train}
     run = lab.run_of(method, settings, data=AUGMENTED, backbone={**TINY, "drop_path": 0.3})
@@ -72,8 +71,8 @@ def interrupt(lab: Lab, job: StageJob, steps: int) -> None:
 def test_equal_thread_counts_give_equal_bytes(
     lab: Lab,
 ) -> None:
-    """What README says of `cluster.cpus_per_worker`. Few steps of SGD: more of them amplify what
-    rounding began, and Adam more so."""
+    """README states this for `cluster.cpus_per_worker`. The test trains few steps with SGD: more
+    steps amplify rounding differences, and Adam amplifies them even more."""
     run = lab.run("finetune", "sgd", epochs=1)
     (job,), artifact_files = run.stages(0), []
     run.prepare(job)
@@ -115,7 +114,7 @@ def test_stage_resumes_at_its_step_with_equal_bytes(
     assert results(resumed) == results(run.trained(0))
 
 
-def test_a_stage_may_be_interrupted_again_and_again(lab: Lab) -> None:
+def test_repeatedly_interrupted_stage_gives_equal_results(lab: Lab) -> None:
     run = augmented(lab, "finetune")
     job = again(run.stages(0)[0], "often", checkpoint_s=1e-9)
     for _ in range(3 * PER_EPOCH - 1):
@@ -130,7 +129,7 @@ def test_a_stage_may_be_interrupted_again_and_again(lab: Lab) -> None:
 def test_preempted_stage_checkpoints_and_resumes(
     lab: Lab, steps: int, position: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though checkpoints are turned off: a notice is worth one."""
+    """A preemption notice causes a checkpoint even if checkpoints are turned off."""
     run = augmented(lab, "meat")
     job = again(run.stages(0)[0], f"left-at-{steps}", checkpoint_s=0.0)
     step, made = loop.train_step, list[int]()
@@ -145,7 +144,7 @@ def test_preempted_stage_checkpoints_and_resumes(
     with pytest.raises(preemption.Preempted, match=job.id):
         lab.stage(job)
     preemption.requested.clear()
-    assert len(made) == steps, "it goes at the next step that it can"
+    assert len(made) == steps, "the stage must stop after the current step"
     mark = checkpoint.load_checkpoint(job.root, job.key)
     assert mark is not None
     assert (mark.epoch, mark.step) == position
@@ -185,7 +184,7 @@ def test_damaged_checkpoint_restarts_stage_with_equal_bytes(lab: Lab, damage: st
     assert results(stored) == results(run.trained(0))
 
 
-def test_a_finished_stage_leaves_no_checkpoint_and_is_not_run_again(lab: Lab) -> None:
+def test_finished_stage_deletes_checkpoint_and_does_not_rerun(lab: Lab) -> None:
     job = again(augmented(lab, "linear").stages(0)[0], "clean", checkpoint_s=1e-9)
     interrupt(lab, job, 2)
     assert folder_of(job).exists()
@@ -202,9 +201,7 @@ def test_checkpoints_are_written_no_more_often_than_asked_for(lab: Lab) -> None:
         assert not folder_of(job).exists()
 
 
-def test_checkpoints_are_reported_but_not_each_of_many(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_reports_are_rate_limited(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     def reported(name: str) -> list[dict[str, int]]:
         job = again(augmented(lab, "linear").stages(0)[0], name, checkpoint_s=1e-9)
         bodies: list[dict[str, Any]] = []
@@ -219,7 +216,7 @@ def test_checkpoints_are_reported_but_not_each_of_many(
     assert len(each) > PER_EPOCH
 
 
-def test_a_stage_that_another_process_computes_is_reported_as_waiting(lab: Lab) -> None:
+def test_stage_computed_by_another_process_is_reported_as_waiting(lab: Lab) -> None:
     job = again(augmented(lab, "linear").stages(0)[0], "waiting")
     bodies: list[dict[str, Any]] = []
     waits = threading.Event()
@@ -253,8 +250,8 @@ def test_momentum_never_crosses_tasks(
     assert all(states[1:])
 
 
-def test_keep_best_hands_on_the_epoch_that_validated_best(lab: Lab) -> None:
-    """A rate that ruins what a good epoch learned: the answers of that epoch are kept."""
+def test_keep_best_stores_the_epoch_with_best_validation_accuracy(lab: Lab) -> None:
+    """With this learning rate, epochs after the best one are worse; the best one is kept."""
     run = augmented(lab, "linear", "sgd", keep="best", epochs=4, lr=0.03)
     right = [row["val_correct"] for row in history(run.trained(0))]
     best = right.index(max(right))
@@ -268,7 +265,7 @@ def test_keep_best_hands_on_the_epoch_that_validated_best(lab: Lab) -> None:
         if name.startswith("model/")
     }
     head = run.state(0).head
-    assert best < len(right) - 1, "a test of the best epoch needs one that is not the last"
+    assert best < len(right) - 1, "the test needs a best epoch that is not the last"
     assert all(torch.equal(head[name], best_head[name]) for name in head)
 
 
@@ -296,8 +293,10 @@ RANKED = {
 
 @pytest.fixture(scope="module")
 def ranked(lab: Lab) -> dict[str, tuple[Run, StageJob, list[Steps]]]:
-    """Everything that is asked of two ranks, in one start of two processes: label -> one-rank run,
-    two-rank stage, steps."""
+    """Run all two-rank stages in one start of two processes.
+
+    Returns label -> (one-rank run, two-rank stage, steps of each rank).
+    """
     runs = {
         label: augmented(lab, method, optimizer, keep="last", **train)
         for label, (method, optimizer, train) in RANKED.items()
@@ -325,9 +324,9 @@ def ranked(lab: Lab) -> dict[str, tuple[Run, StageJob, list[Steps]]]:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("label", RANKED)
-def test_two_ranks_equal_one(ranked: dict[str, Any], label: str) -> None:
-    """Up to the order of summation: every augmentation, mix, dropped path and Gumbel draw is the
-    same."""
+def test_two_ranks_give_the_results_of_one_rank(ranked: dict[str, Any], label: str) -> None:
+    """The results are equal up to the order of summation, because all random draws are the same:
+    augmentation, mixing, drop path and Gumbel noise."""
     run, job, _ = ranked[label]
     close(history(run.trained(0)), history(Artifact.need(job.root, job.key)), 1e-3)
     for one, two in zip(
@@ -337,7 +336,7 @@ def test_two_ranks_equal_one(ranked: dict[str, Any], label: str) -> None:
             assert (one != two).float().mean() < 1e-3
         elif (
             job.train.optimizer == "sgd"
-        ):  # Adam makes whole steps of the rounding of gradients that vanish
+        ):  # Adam turns the rounding of vanishing gradients into full steps
             assert torch.allclose(one, two, atol=1e-4)
 
 
@@ -359,7 +358,9 @@ def close(one: list[dict[str, Any]], two: list[dict[str, Any]], tolerance: float
 
 
 @pytest.mark.parametrize("label", RANKED)
-def test_ranks_take_as_many_steps_and_share_each_batch(ranked: dict[str, Any], label: str) -> None:
+def test_ranks_take_equally_many_steps_and_share_each_batch(
+    ranked: dict[str, Any], label: str
+) -> None:
     _, job, (first, second) = ranked[label]
     assert len(first.rows) == len(second.rows) == job.train.epochs * PER_EPOCH
     for step, (first_rows, second_rows) in enumerate(zip(first.rows, second.rows, strict=True)):
@@ -370,9 +371,7 @@ def test_ranks_take_as_many_steps_and_share_each_batch(ranked: dict[str, Any], l
 
 
 @pytest.mark.parametrize("label", RANKED)
-def test_a_step_synchronises_what_is_trained_and_nothing_else(
-    ranked: dict[str, Any], label: str
-) -> None:
+def test_step_synchronises_only_trained_parameters(ranked: dict[str, Any], label: str) -> None:
     _, job, ranks = ranked[label]
     manifest = Artifact.need(job.root, job.key).manifest
     for steps in ranks:
@@ -381,7 +380,7 @@ def test_a_step_synchronises_what_is_trained_and_nothing_else(
 
 
 @pytest.mark.parametrize("method", ["finetune", "meat"])
-def test_two_ranks_measure_the_same_logits_to_the_last_bit(
+def test_evaluation_on_two_ranks_is_bit_identical_to_one(
     ranked: dict[str, Any], method: str
 ) -> None:
     run, job, _ = ranked[f"evaluate {method}"]
@@ -392,20 +391,22 @@ def test_two_ranks_measure_the_same_logits_to_the_last_bit(
     )
 
 
-def test_one_rank_goes_on_where_two_were_interrupted(lab: Lab, ranked: dict[str, Any]) -> None:
+def test_one_rank_resumes_an_interrupted_stage_of_two_ranks(
+    lab: Lab, ranked: dict[str, Any]
+) -> None:
     run, job, (first, _) = ranked["elastic"]
     assert len(first.rows) == PER_EPOCH + 2
     with interrupted_after(1000) as done:
         resumed = lab.stage(job)
-    # two ranks ask each other at the end of an epoch, and every AGREE_STEPS steps
+    # two ranks agree to stop only at the end of an epoch, or every AGREE_STEPS steps
     assert len(done) == 2 * PER_EPOCH
     for one, two in zip(tensors_of(run.trained(0)), tensors_of(resumed), strict=True):
         assert torch.allclose(one, two, atol=1e-4)
 
 
-def test_the_reported_loss_of_two_ranks_counts_what_a_checkpoint_brought_once() -> None:
-    """20 images with a mean loss of 3 before an interruption, then 10 with a mean loss of 1, of
-    which this rank has the half."""
+def test_reported_loss_of_two_ranks_counts_restored_sums_once() -> None:
+    """Before an interruption, 20 images had a mean loss of 3. Then 10 images have a mean loss of 1,
+    and this rank has half of them."""
     first_rank = Group(rank=0, world=2)
     losses = loop.LossMeter({"loss": 60.0, "images": 20}, first_rank)
     losses.add({"loss": torch.tensor(0.5)}, 10)
@@ -421,11 +422,11 @@ def test_a_rank_alone_needs_no_process_group() -> None:
 # ---- compiled blocks -----------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["hat", "dytox", "podnet"])
-def test_blocks_run_compiled_whichever_way_a_method_runs_them(
+def test_blocks_run_compiled_for_every_way_of_calling_them(
     lab: Lab, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights in place of the backbone's, forward_features, forward_intermediates: the compiler
-    sees blocks, and the numbers stay."""
+    """The methods replace weights, or call forward_features or forward_intermediates. In each case,
+    the blocks are compiled and the results stay the same."""
     plain, seen = lab.run(method, epochs=1), list[str]()
 
     def backend(graph: Any, examples: Any) -> Any:
@@ -447,8 +448,8 @@ def test_blocks_run_compiled_whichever_way_a_method_runs_them(
     assert any("scaled_dot_product_attention" in graph for graph in seen)
 
 
-# ---- the notice itself ---------------------------------------------------------------------------
-def test_a_first_sigterm_requests_preemption_and_the_former_handler_is_restored() -> None:
+# ---- the preemption notice -----------------------------------------------------------------------
+def test_sigterm_requests_preemption_and_previous_handler_is_restored() -> None:
     heard: list[int] = []
     usual = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     end = preemption.listen()
@@ -457,7 +458,9 @@ def test_a_first_sigterm_requests_preemption_and_the_former_handler_is_restored(
         assert preemption.requested.is_set()
         assert heard == []
         end()
-        assert not preemption.requested.is_set(), "the next run in this process was told nothing"
+        assert not preemption.requested.is_set(), (
+            "the notice must not reach the next run in this process"
+        )
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard == [signal.SIGTERM]
         assert not preemption.requested.is_set()
@@ -471,7 +474,7 @@ def test_a_second_sigterm_ends_the_process_at_once() -> None:
     if not child:
         preemption.listen()
         os.kill(os.getpid(), signal.SIGTERM)
-        if preemption.requested.is_set():  # else it has died of the first
+        if preemption.requested.is_set():  # the first signal has not ended the process
             os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
@@ -486,13 +489,13 @@ def test_the_first_sigterm_does_not_end_the_process() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_beside_the_main_thread_nobody_listens() -> None:
+def test_listen_does_nothing_outside_the_main_thread() -> None:
     before, notes = signal.getsignal(signal.SIGTERM), []
     thread = threading.Thread(target=lambda: notes.append(preemption.listen()))
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) == before
-    preemption.requested.set()  # heard by who listens in the main thread
+    preemption.requested.set()  # as by a listener in the main thread
     try:
         notes[0]()
         assert preemption.requested.is_set()
@@ -500,7 +503,7 @@ def test_beside_the_main_thread_nobody_listens() -> None:
         preemption.requested.clear()
 
 
-def test_reports_say_which_share_of_its_time_training_waits_for_batches(
+def test_progress_reports_share_of_time_spent_waiting_for_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
@@ -511,12 +514,12 @@ def test_reports_say_which_share_of_its_time_training_waits_for_batches(
     losses = loop.LossMeter({}, Group())
 
     def batches() -> Iterator[Any]:
-        for seconds in (0.3, 0.0, 0.9):  # that a batch takes to make
+        for seconds in (0.3, 0.0, 0.9):  # time to make a batch
             now[0] += seconds
             yield seconds
 
     for step, _ in enumerate(meter.timed(batches())):
-        now[0] += 0.9  # of the step
+        now[0] += 0.9  # time of the step
         losses.add({"loss": torch.tensor(1.0)}, 4)
         meter.add_step(Progress(0, step, 1, 3), 4, losses)
     assert [report["data_wait"] for report in reports] == pytest.approx([0.25, 0.9 / 2.7])

@@ -1,5 +1,4 @@
-"""LoRA: it starts as the backbone, its branch and its merged weights say the same, and what it
-stores is the formula's."""
+"""Tests of LoRA: its start, the equality of branch and merged weights, and the stored size."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def lora(**settings: Any) -> Lora:
 
 
 def spread(method: Lora) -> Lora:
-    """With an update, and a head, that show."""
+    """Set the update and the head of a method to random values, and return the method."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         factors = method.update.tensors()
@@ -44,7 +43,7 @@ def spread(method: Lora) -> Lora:
 
 
 def by_hand(state: TaskState, target: str, scale: float) -> Tensor:
-    """A ViT whose weights are W + s B A, written into them part by part."""
+    """Return the logits of a ViT with the weights W + s B A, which are set part by part."""
     model, d = vit(), 32
     for i, block in enumerate(model.blocks):
         a, b = state.copies["a"][i], state.copies["b"][i]
@@ -59,34 +58,34 @@ def by_hand(state: TaskState, target: str, scale: float) -> Tensor:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_task_starts_as_the_backbone_whatever_it_draws(target: str) -> None:
+def test_new_task_starts_with_the_backbones_outputs(target: str) -> None:
     method = lora(target=target)
     begun(method)
     assert torch.equal(
         method.loss(batch(), PROGRESS)[0],
         F.cross_entropy(method.heads["one"](vit()(batch().images)), batch().labels),
-    ), "in training"
-    assert torch.equal(answers(method), method.heads["one"](vit()(images()))), "and served"
+    ), "training must start as the backbone"
+    assert torch.equal(answers(method), method.heads["one"](vit()(images()))), "serving too"
     start = method.update.tensors()["a"].detach()
     assert start.abs().max() <= 32**-0.5
     assert float(start.std()) == pytest.approx((32 * 3) ** -0.5, rel=0.2)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_branch_merged_weights_and_weights_by_hand_give_the_same(target: str) -> None:
+def test_branch_and_merged_weights_give_equal_logits(target: str) -> None:
     method = lora(target=target)
     begun(method)
     served = answers(spread(method))
     assert method.sites is not None
     with method.sites.using(method.factors(method.update.tensors())):
         unmerged = method.heads["one"](method.backbone(images()))
-    assert torch.allclose(served, unmerged, atol=1e-5), "to rounding"
+    assert torch.allclose(served, unmerged, atol=1e-5), "equal up to rounding"
     assert torch.allclose(served, by_hand(method.finish()[0], target, 6.0 / 3), atol=1e-5)
     assert not torch.allclose(served, method.heads["one"](vit()(images())), atol=0.05)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_both_ways_have_the_same_gradients(target: str) -> None:
+def test_branch_and_merged_weights_have_equal_gradients(target: str) -> None:
     method, whole = lora(target=target), lora(target=target)
     for each in (method, whole):
         begun(each)
@@ -104,7 +103,7 @@ def test_both_ways_have_the_same_gradients(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_weights_come_back_as_they_were(target: str) -> None:
+def test_switching_tasks_restores_the_weights_exactly(target: str) -> None:
     method = lora(target=target)
     method.load_task(
         TaskState(
@@ -123,7 +122,7 @@ def test_weights_come_back_as_they_were(target: str) -> None:
         assert not torch.equal(answers(method, task), before[:, :1].expand(-1, task.num_classes))
     first = answers(method, ONE)
     assert answers(method, TWO).shape == (8, 3)
-    assert torch.equal(answers(method, BASE), before), "bit for bit, whatever was served in between"
+    assert torch.equal(answers(method, BASE), before), "other tasks that are served change no bit"
     assert torch.equal(answers(method, ONE), first)
     assert compute_digest(method.backbone) == method.backbone_digest == compute_digest(vit())
     assert states[0].copies["b"].any()
@@ -131,7 +130,7 @@ def test_weights_come_back_as_they_were(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_size_is_that_of_the_published_baseline(target: Target) -> None:
-    """Rank 4 on a ViT-B: 147,456, 0.17 % of the network. Queries and values alone have as many."""
+    """Rank 4 on a ViT-B has 147,456 values, 0.17 % of the network, for both targets."""
     with torch.device("meta"):
         model: Any = build(BackboneSettings(name="vit_base_patch16_224"))
     rows, width = model.blocks[0].attn.qkv.weight.shape
@@ -141,7 +140,7 @@ def test_the_size_is_that_of_the_published_baseline(target: Target) -> None:
     assert size == expected_sizes[target]
 
 
-def test_what_is_stored_is_the_factors() -> None:
+def test_stored_state_holds_the_factors_and_head() -> None:
     method = lora()
     begun(method)
     state = method.finish()[0]
@@ -171,7 +170,7 @@ def test_a_backbone_without_a_fused_projection_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_blocks_turn_too() -> None:
+def test_compiled_blocks_switch_between_training_and_serving() -> None:
     method = lora()
     begun(method)
     spread(method)
@@ -215,7 +214,7 @@ def test_linear_layers_of_other_backbones_are_updated_by_name(
     begun(method)
     side = images(img_size=32)
     expected = method.heads["one"](plain(side))
-    assert torch.equal(method.logits(side, "one"), expected), "it starts as the backbone"
+    assert torch.equal(method.logits(side, "one"), expected), "the method starts as the backbone"
     with torch.no_grad():
         for name, factor in method.update.tensors().items():
             if name.endswith(".b"):
@@ -238,6 +237,6 @@ def test_linear_layers_of_other_backbones_are_updated_by_name(
     assert torch.equal(served.logits(side, "one"), moved)
 
 
-def test_a_backbone_without_such_layers_is_told_what_to_set() -> None:
+def test_backbone_without_attention_layers_is_refused_with_a_hint() -> None:
     with pytest.raises(UserError, match="set target=linear, or choose a backbone with attention"):
         on_family("ConvNeXt")

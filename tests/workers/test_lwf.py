@@ -1,4 +1,4 @@
-"""LwF: its loss by hand, the phase that trains the new head alone, and what the chain hands on."""
+"""Tests of LwF: the loss, the phase that trains only the new head, and the carried state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LATER = Progress(0, 9, 1, 10)
 
 
 def lwf(*tasks: Task, scenario: str = "task", **settings: Any) -> Any:
-    """A method that knows the heads of `tasks` but the last, which it is about to be trained on."""
+    """Return a method with heads for all tasks but the last, ready to train on the last one."""
     torch.manual_seed(0)
     method: Any = Lwf(build(TINY), LwfSettings(**settings), 0)
     method.scenario, method.stream = scenario, tasks
@@ -52,7 +52,7 @@ def batch(classes: int, step: int = 0) -> Batch:
 
 
 def moved(method: Lwf) -> None:
-    """As training would: student and teacher are not the same any more."""
+    """Change the student as training would, so that it differs from the teacher."""
     with torch.no_grad():
         for p in method.parameters():
             p.add_(
@@ -95,7 +95,7 @@ def test_lwf_class_scenario_separates_old_and_new_softmax() -> None:
     assert torch.allclose(method.loss(batch(2), LATER)[0], expected, atol=1e-5)
 
 
-def test_the_first_task_of_all_is_plain_fine_tuning() -> None:
+def test_first_task_is_plain_fine_tuning() -> None:
     method = lwf(A)
     loss, terms = method.loss(batch(2), LATER)
     assert method.teacher is None
@@ -105,7 +105,7 @@ def test_the_first_task_of_all_is_plain_fine_tuning() -> None:
     )
 
 
-def test_one_pass_of_student_and_teacher_serves_all_old_heads() -> None:
+def test_student_and_teacher_pass_once_for_all_old_heads() -> None:
     method = lwf(A, B, C, head_first=0.5)
     passes: list[tuple[str, bool]] = []
     assert method.teacher is not None
@@ -118,11 +118,11 @@ def test_one_pass_of_student_and_teacher_serves_all_old_heads() -> None:
     passes.clear()
     method.loss(batch(2), Progress(0, 0, 1, 10))
     assert passes == [("student", False)], (
-        "while the new head is trained alone, nobody is taught and the backbone gets no gradient"
+        "while only the new head is trained, there is no distillation and no backbone gradient"
     )
 
 
-def test_the_teacher_is_no_part_of_the_method() -> None:
+def test_teacher_is_not_stored_and_stays_in_eval_mode() -> None:
     method = lwf(A, B)
     assert not any("teacher" in name for name in method.state_dict())
     assert method.train().teacher is not None
@@ -130,7 +130,7 @@ def test_the_teacher_is_no_part_of_the_method() -> None:
     assert method.backbone.training
 
 
-def test_old_heads_are_trained_along_without_weight_decay_on_biases() -> None:
+def test_old_heads_are_trained_without_weight_decay_on_biases() -> None:
     method = lwf(A, B)
     groups = {id(p): g for g in method.groups for p in g["params"]}
     for name in "ab":
@@ -145,8 +145,11 @@ def test_old_heads_are_trained_along_without_weight_decay_on_biases() -> None:
 
 @pytest.mark.parametrize("number", range(3))
 def test_distillation_keeps_the_old_answers_on_new_images(number: int) -> None:
-    """The larger its weight, the less the old head's softmax goes away from the teacher's on the
-    images that are trained on. number: of the batch that is trained on."""
+    """A larger weight keeps the old head's softmax closer to the teacher's on the training images.
+
+    Args:
+        number: Number of the training batch.
+    """
     train = TrainSettings(optimizer="sgd", lr=0.01, momentum=0.0)
     divergences = []
     for weight in (0.0, 1.0, 3.0, 10.0):
@@ -168,7 +171,7 @@ def test_distillation_keeps_the_old_answers_on_new_images(number: int) -> None:
     assert three < 0.5 * without
 
 
-# ---- the new head alone --------------------------------------------------------------------------
+# ---- training of the new head alone --------------------------------------------------------------
 def steps(
     method: Lwf, train: TrainSettings, which: range, optimizer: torch.optim.Optimizer
 ) -> None:
@@ -186,10 +189,10 @@ def steps(
     ],
     ids=["sgd", "adamw", "clipped"],
 )
-def test_at_first_the_new_head_is_trained_alone_and_then_everything_is(
+def test_new_head_is_trained_alone_before_all_parameters(
     train: TrainSettings,
 ) -> None:
-    """Neither weight decay nor momentum moves what waits."""
+    """Neither weight decay nor momentum changes the parameters that are not trained yet."""
     method = lwf(A, B, head_first=0.4)
     optimizer = optim.build_optimizer(method.groups, train)
     before = {n: p.detach().clone() for n, p in method.named_parameters()}
@@ -203,7 +206,7 @@ def test_at_first_the_new_head_is_trained_alone_and_then_everything_is(
     )
 
 
-def test_the_phase_of_the_new_head_ends_with_its_share_of_the_steps() -> None:
+def test_head_first_phase_ends_after_its_share_of_steps() -> None:
     method = lwf(A, B, head_first=0.5)
     has_distillation = [
         method.loss(batch(3), Progress(epoch, step, 2, 3))[1].keys() >= {"kd"}
@@ -212,11 +215,11 @@ def test_the_phase_of_the_new_head_ends_with_its_share_of_the_steps() -> None:
     ]
     assert has_distillation == [False] * 3 + [True] * 3
     assert lwf(A, B).loss(batch(3), Progress(0, 0, 1, 1))[1].keys() >= {"kd"}, (
-        "off unless it is asked for"
+        "the phase must be off by default"
     )
 
 
-# ---- what is handed on ---------------------------------------------------------------------------
+# ---- carried state -------------------------------------------------------------------------------
 def test_lwf_carries_weights_and_old_heads() -> None:
     method = lwf(A, B, C)
     state, carried = method.finish()
@@ -227,7 +230,7 @@ def test_lwf_carries_weights_and_old_heads() -> None:
     }
 
 
-def test_the_teacher_is_the_network_that_the_task_before_handed_on(lab: Lab) -> None:
+def test_teacher_is_the_network_of_the_previous_task(lab: Lab) -> None:
     run = lab.run("lwf")
     carried, second = run.carried(0), run.live(1)
     assert isinstance(second, Lwf)
@@ -245,7 +248,7 @@ def test_the_teacher_is_the_network_that_the_task_before_handed_on(lab: Lab) -> 
     )
 
 
-def test_an_old_head_is_served_as_it_is_by_now(lab: Lab) -> None:
+def test_old_task_is_served_with_its_updated_head(lab: Lab) -> None:
     run = lab.run("lwf")
     served, name = run.served(1), run.order[0]
     carried = run.carried(1).tensors
@@ -257,8 +260,7 @@ def test_an_old_head_is_served_as_it_is_by_now(lab: Lab) -> None:
 
 
 def test_the_head_of_a_base_task_is_distilled_too(lab: Lab) -> None:
-    """The first task of the chain has a teacher: the backbone with the head that it was trained
-    with."""
+    """The teacher of the first task in the chain is the backbone with its own trained head."""
     tasks = [
         {"card": str(lab.card), "name": name, "classes": list(TASKS[name]), "role": role}
         for name, role in (("two", "base"), ("three", "task"))
@@ -275,7 +277,7 @@ def test_the_head_of_a_base_task_is_distilled_too(lab: Lab) -> None:
     }
 
 
-def test_it_runs_where_nobody_names_the_task(lab: Lab) -> None:
+def test_lwf_runs_in_the_class_incremental_scenario(lab: Lab) -> None:
     tasks = [
         {"card": str(lab.card), "name": name, "classes": list(classes)}
         for name, classes in TASKS.items()
@@ -290,7 +292,7 @@ def test_it_runs_where_nobody_names_the_task(lab: Lab) -> None:
     assert [row["task"] for row in run.evaluated(1)["rows"]] == ["two", "three"]
 
 
-def test_attaching_changes_nothing_of_what_was_handed_on() -> None:
+def test_training_does_not_change_the_loaded_carried_state() -> None:
     method = lwf(A, B)
     carried = Carried.from_bytes(method.finish()[1].to_bytes())
     before = carried.to_bytes()

@@ -1,4 +1,4 @@
-"""Masks of a part of the weights, of the methods that mask weight matrices."""
+"""Tests of the setting `sites: ffn` of methods that mask weight matrices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def method_of(name: str, **settings: Any) -> Any:
     return METHODS[name](vit(), METHODS[name].Settings(**settings), seed=1)
 
 
-def test_the_ffn_are_the_layers_that_timm_calls_mlp() -> None:
+def test_ffn_sites_are_the_mlp_layers_of_timm() -> None:
     assert list(weight_sites(vit(), "ffn")) == FFN
     assert set(FFN) < set(weight_sites(vit()))
     convnext = build(BackboneSettings(name="convnext_atto", img_size=32))
@@ -31,9 +31,9 @@ def test_the_ffn_are_the_layers_that_timm_calls_mlp() -> None:
 
 
 @pytest.mark.parametrize("name", ["piggyback", "ksm", "supsup", "wsn"])
-def test_only_the_ffn_are_masked(name: str) -> None:
+def test_only_ffn_layers_are_masked(name: str) -> None:
     method = method_of(name, sites="ffn")
-    outputs = {OUTPUTS} & set(method.sites)  # of SupSup, whose output layer is masked too
+    outputs = {OUTPUTS} & set(method.sites)  # SupSup also masks its output layer
     assert set(method.sites) - outputs == set(FFN)
     state = trained(method)
     assert {mask.removesuffix(".soft") for mask in state.masks} - outputs == set(FFN)
@@ -42,8 +42,8 @@ def test_only_the_ffn_are_masked(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["piggyback", "ksm", "supsup", "wsn"])
-def test_tasks_are_served_with_the_masks_of_the_ffn(name: str) -> None:
-    """The weights outside keep those of the backbone; other sites' states are refused."""
+def test_served_tasks_mask_only_ffn_layers(name: str) -> None:
+    """Other layers use the weights of the backbone."""
     learner = method_of(name, sites="ffn")
     state = trained(learner)
     served = method_of(name, sites="ffn")
@@ -64,7 +64,7 @@ def test_a_backbone_without_ffn_is_refused() -> None:
         METHODS["piggyback"].check_backbone(settings, resnet, (ONE, TWO))
 
 
-def test_signed_constants_are_of_all_layers() -> None:
+def test_signed_constants_are_refused_with_ffn_sites() -> None:
     settings = SupSupSettings(sites="ffn", weights="signed_constant", start="kaiming")
     with pytest.raises(UserError, match=r"sites is 'ffn'.*weights=pretrained"):
         METHODS["supsup"].validate(settings, TrainSettings(), DataSettings(), "task")

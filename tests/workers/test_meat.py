@@ -1,5 +1,5 @@
-"""MEAT: the reference's worked numbers and invariants, its masks as stored, served and physically
-applied."""
+"""Tests of MEAT: worked numbers, invariants, and masks in training, serving and pruned
+inference."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def with_random_masks(method: Meat, keep: float = 0.6, task: str = "one") -> Tas
 
 
 def masked_softmax(scores: Tensor, policy: Tensor) -> Tensor:
-    """Return Psi of scores (B, H, N, N), or of the same row (1, N) for every query."""
+    """Return Psi of scores (B, H, N, N), or of one row (1, N) that is the same for all queries."""
     tokens = scores.shape[-1]
     queries = scores.expand(1, 1, tokens, tokens) if scores.dim() == 2 else scores
     identity = torch.eye(tokens, dtype=scores.dtype).expand_as(queries)
@@ -107,14 +107,14 @@ def masked_softmax(scores: Tensor, policy: Tensor) -> Tensor:
 
 
 # ---- the equations -------------------------------------------------------------------------------
-def test_the_worked_rows_of_masked_attention() -> None:
+def test_masked_softmax_matches_worked_rows() -> None:
     policy = torch.tensor([[1.0, 0.0, 1.0]])
     row = masked_softmax(torch.tensor([[1.0, 2.0, 3.0]]), policy)
     assert torch.allclose(row, torch.tensor([[0.1192, 0.0, 0.8808]]), atol=5e-5)
     assert torch.equal(masked_softmax(torch.zeros(1, 3), policy), torch.tensor([[0.5, 0.0, 0.5]]))
 
 
-def test_self_loop_lets_a_masked_token_see_itself_as_the_released_code_does() -> None:
+def test_self_loop_lets_masked_token_attend_to_itself() -> None:
     attention = TokenSites(vit(), "all", "off", self_loop=True).attention[0]
     assert isinstance(attention, MaskedAttention)
     for keys in (torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([[True, False, True]])):
@@ -124,10 +124,10 @@ def test_self_loop_lets_a_masked_token_see_itself_as_the_released_code_does() ->
         assert torch.allclose(psi[0], torch.tensor([0.5, 0.0, 0.5]))
 
 
-def test_a_token_that_sees_itself_anyway_gives_its_own_mask_no_gradient() -> None:
-    """With scores of 0, row i of Psi is policy_i / sum policy_i, policy = m + (1 - m) I: the entry
-    of the diagonal is 1 whatever m is. Rows 0 and 2 have two keys, d Psi_1 / d m_1 = 1/2 each; row
-    1 has three, d Psi_1 / d m_0 = d Psi_1 / d m_2 = -1/9, and d Psi_1 / d m_1 = 0."""
+def test_self_loop_mask_gradient_excludes_the_tokens_own_attention() -> None:
+    """With scores of 0, row i of Psi is policy_i / sum policy_i, with policy = m + (1 - m) I:
+    diagonal entries are 1 for any m. Rows 0 and 2 have two keys, so d Psi_1 / d m_1 = 1/2 each. Row
+    1 has three, so d Psi_1 / d m_0 = d Psi_1 / d m_2 = -1/9, and d Psi_1 / d m_1 = 0."""
     attention = TokenSites(vit(), "all", "off", self_loop=True).attention[0]
     assert isinstance(attention, MaskedAttention)
     keys = torch.tensor([[1.0, 0.0, 1.0]], requires_grad=True)
@@ -137,7 +137,7 @@ def test_a_token_that_sees_itself_anyway_gives_its_own_mask_no_gradient() -> Non
     assert torch.allclose(gradient_of(keys), torch.tensor([[-1 / 9, 1.0, -1 / 9]]))
 
 
-def test_a_masked_key_far_above_the_kept_ones_leaks_nothing() -> None:
+def test_high_score_of_masked_key_does_not_leak() -> None:
     for high in (16.0, 200.0, 1e4):
         row = masked_softmax(torch.tensor([[0.0, high, 1.0]]), torch.tensor([[1.0, 0.0, 1.0]]))
         assert row[0, 1] == 0
@@ -161,11 +161,11 @@ def test_masked_softmax_has_the_gradients_of_the_composed_operations() -> None:
     for got, want in zip(gradients, plain, strict=True):
         assert torch.allclose(got, want, atol=1e-12)
     assert bool((gradients[1][policy == 0] != 0).all()), (
-        "the mask of a dropped token needs a gradient to come back"
+        "a dropped token needs a gradient to be kept again"
     )
 
 
-def test_rows_of_masked_attention_sum_to_one_and_give_masked_keys_exactly_zero() -> None:
+def test_masked_attention_rows_sum_to_one_with_zero_masked_keys() -> None:
     policy = (torch.rand(4, 1, 1, 17) < 0.5).float()
     policy[..., 0] = 1
     psi = masked_softmax(torch.randn(4, 2, 17, 17) * 5, policy)
@@ -174,7 +174,7 @@ def test_rows_of_masked_attention_sum_to_one_and_give_masked_keys_exactly_zero()
 
 
 def test_normed_queries_and_keys_train_in_bf16() -> None:
-    """Autocast may compute norms in fp32, while the values are bf16."""
+    """Autocast may compute the norms of queries and keys in fp32, but values are bf16."""
     method = meat(vit(qk_norm=True))
     method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
     expected = method.loss(batch(), PROGRESS)[0]
@@ -189,7 +189,7 @@ def test_normed_queries_and_keys_train_in_bf16() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("is_frozen", [True, False])
-def test_a_gated_layer_has_the_bits_of_gated_inputs(precision: str, is_frozen: bool) -> None:
+def test_gated_linear_equals_gated_inputs_bit_for_bit(precision: str, is_frozen: bool) -> None:
     torch.manual_seed(0)
     layer = GatedLinear(7, 5).requires_grad_(not is_frozen)
     x = torch.randn(2, 3, 7, requires_grad=True)
@@ -207,7 +207,7 @@ def test_a_gated_layer_has_the_bits_of_gated_inputs(precision: str, is_frozen: b
     assert all(torch.equal(got, want) for got, want in zip(*results, strict=True))
 
 
-def test_drop_control_example_of_the_paper() -> None:
+def test_drop_control_matches_worked_example() -> None:
     tokens = torch.tensor([[[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]]], requires_grad=True)
     loss = drop_control([tokens], 0.9)
     loss.backward()
@@ -217,9 +217,10 @@ def test_drop_control_example_of_the_paper() -> None:
     assert torch.allclose(gradient[0, 1], torch.full((3,), 0.033333), atol=1e-6)
 
 
-def test_drop_control_is_of_the_share_over_all_images_of_the_batch() -> None:
-    """Images keep 2/3 and 3/3 of layer 1, 3/3 and 1/3 of layer 2: shares 5/6 and 2/3, squares
-    (1/15)^2 and (7/30)^2. Image by image it would be 0.0988889."""
+def test_drop_control_uses_keep_share_over_whole_batch() -> None:
+    """The images keep 2/3 and 3/3 in layer 1, and 3/3 and 1/3 in layer 2. The shares are 5/6 and
+    2/3, with squared differences (1/15)^2 and (7/30)^2. With shares per image, the loss would be
+    0.0988889."""
     tokens = torch.tensor(
         [[[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]], [[1.0, 1.0, 1.0], [0.0, 0.0, 1.0]]],
         requires_grad=True,
@@ -243,7 +244,7 @@ def test_the_loss_controls_the_share_of_tokens_over_the_batch() -> None:
     assert terms["drop_control"].item() == pytest.approx(expected.item())
 
 
-def test_a_new_mask_keeps_an_entry_with_probability_sigmoid_of_two_gamma() -> None:
+def test_new_mask_keeps_entry_with_probability_sigmoid_of_two_gamma() -> None:
     mask = GumbelHard((2000, 1000), gamma=4.0, tau=1.0)
     share = (
         mask.sample(torch.rand(2000, 1000, generator=torch.Generator().manual_seed(0)))
@@ -255,7 +256,7 @@ def test_a_new_mask_keeps_an_entry_with_probability_sigmoid_of_two_gamma() -> No
 
 
 @pytest.mark.parametrize("gap", [-1.5, 0.0, 2.0])
-def test_one_logit_has_the_law_of_the_gumbel_pair(gap: float) -> None:
+def test_single_logit_sampling_matches_gumbel_softmax_pair(gap: float) -> None:
     count, tau = 200_000, 0.7
     torch.manual_seed(0)
     mask = GumbelHard((count,), gamma=1.0, tau=tau)
@@ -273,7 +274,7 @@ def test_one_logit_has_the_law_of_the_gumbel_pair(gap: float) -> None:
     assert math.isclose(gradient.std().item(), expected.std().item(), rel_tol=2e-2)
 
 
-def test_a_tie_is_masked_and_the_smallest_uniform_number_does_no_harm() -> None:
+def test_zero_logit_is_masked_and_zero_noise_has_finite_gradient() -> None:
     mask = GumbelHard((2,), gamma=4.0, tau=1.0)
     sampled = mask.sample(torch.tensor([0.0, 0.5]))
     sampled.sum().backward()
@@ -296,7 +297,7 @@ def test_a_tie_is_masked_and_the_smallest_uniform_number_does_no_harm() -> None:
     ],
     ids=["M1-classifier", "M2-tokens", "M3-tokens-and-drop-control", "M4-ffn", "M5-all"],
 )
-def test_the_papers_ablation_trains_only_what_it_says(settings: Any, groups: Any) -> None:
+def test_each_ablation_variant_trains_only_its_masks_and_head(settings: Any, groups: Any) -> None:
     method = meat(**settings)
     before = compute_digest(method.backbone)
     state = trained(method)
@@ -327,7 +328,7 @@ def test_drop_control_alone_drives_the_keep_ratio_to_lambda() -> None:
     assert torch.allclose(tokens.mean(dim=(0, 2)), torch.full((2,), 0.7), atol=0.03)
 
 
-def test_ranks_sample_what_one_process_samples() -> None:
+def test_ranks_sample_the_same_masks_as_one_process() -> None:
     def gradients(parts: list[range]) -> list[Tensor]:
         method = meat(gamma=0.5)
         method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
@@ -374,19 +375,19 @@ def test_masks_of_tokens_can_be_tied_over_the_blocks(form: str) -> None:
     assert shares[2] < shares[0] if form == "nested" else shares[2] == shares[0]
 
 
-def test_a_nested_mask_is_the_product_of_the_masks_before() -> None:
+def test_nested_mask_is_product_of_masks_up_to_its_block() -> None:
     method = meat(token_masks="nested")
     one = torch.tensor([[1.0, 1, 0, 1], [1, 0, 1, 1], [1, 1, 1, 0]], requires_grad=True)
     tied = method.tie("tokens", one)
     assert tied.tolist() == [[1, 1, 0, 1], [1, 0, 0, 1], [1, 0, 0, 0]]
     (tied * torch.tensor([[1.0], [10.0], [100.0]])).sum().backward()
-    # The gradient of a factor is the sum over later blocks whose other factors are all 1.
+    # The gradient of a factor is the sum over this and later blocks with all other factors 1.
     expected = [[111.0, 1, 111, 11], [110, 110, 0, 10], [100, 0, 0, 100]]
     assert gradient_of(one).tolist() == expected
     assert method.tie("tokens", one > 0).tolist() == tied.bool().tolist()
 
 
-def test_free_is_another_name_of_true() -> None:
+def test_token_masks_free_is_an_alias_of_true() -> None:
     assert MeatSettings(token_masks="free") == MeatSettings(token_masks=True) == MeatSettings()
 
 
@@ -405,7 +406,8 @@ def test_tied_masks_are_served_and_skip_more_tokens(form: str) -> None:
     later.load_task(state)
     dense = later.logits(images(), "one")
     assert torch.allclose(later.compact("one")(images()), dense, atol=1e-5, rtol=1e-5)
-    # The same masks with other tokens in each block: a token is computed if a later block reads it.
+    # Masks of the same size, but of other tokens in each block: a token is computed if a later
+    # block reads it.
     free = dict(state.masks, tokens=torch.stack([row.roll(b) for b, row in enumerate(tokens)]))
     assert method.flops_share(state) < method.flops_share(
         TaskState("one", (), "meat", "", masks=free)
@@ -457,7 +459,7 @@ def test_bf16_training_keeps_masks_and_their_gradients_in_fp32() -> None:
 
 # ---- serving -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ffn", ["weight", "neuron", "off"])
-def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(ffn: str) -> None:
+def test_untrained_masks_reproduce_plain_backbone_logits_bit_for_bit(ffn: str) -> None:
     plain = vit()
     method = meat(ffn_masks=ffn)
     method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
@@ -486,14 +488,14 @@ def test_a_base_task_is_served_without_masks_between_masked_ones() -> None:
 
 
 def in_training_form(method: Any, masks: Any) -> Any:
-    """Logits of task one by the forward that training differentiates."""
+    """Return the logits of task one from the differentiable forward of training."""
     method.active_task, method.weight_overrides = None, method.sites.weights(masks)
     with torch.no_grad(), method.sites.sampled(masks):
         return method.heads["one"](method.features(images()))
 
 
 @pytest.mark.parametrize("ffn", ["weight", "neuron"])
-def test_served_logits_are_those_of_the_training_form_with_hard_masks(ffn: str) -> None:
+def test_served_logits_match_training_form_with_hard_masks(ffn: str) -> None:
     method = meat(ffn_masks=ffn).eval()
     state = with_random_masks(method)
     method.load_task(state)
@@ -522,7 +524,7 @@ def test_served_logits_are_those_of_the_training_form_with_hard_masks(ffn: str) 
     assert not torch.allclose(served, by_ffn, atol=1e-3)
 
 
-def test_packed_state_reproduces_the_logits_and_ignores_the_order_of_tasks() -> None:
+def test_packed_state_reproduces_logits_for_any_task_order() -> None:
     states: dict[str, TaskState] = {}
     logits: dict[str, Tensor] = {}
     for order in ((TASK, OTHER), (OTHER, TASK)):
@@ -539,7 +541,7 @@ def test_packed_state_reproduces_the_logits_and_ignores_the_order_of_tasks() -> 
         assert torch.equal(server.logits(images(), name), logits[name])
 
 
-def test_training_another_task_does_not_move_a_loaded_one() -> None:
+def test_training_another_task_keeps_logits_of_loaded_task() -> None:
     method = meat()
     first = trained(method)
     method.load_task(first)
@@ -569,7 +571,7 @@ def test_a_copy_of_a_serving_method_serves_the_same() -> None:
     assert torch.equal(copy.deepcopy(method).logits(images(), "one"), want)
 
 
-def test_masks_sit_only_in_the_blocks_that_were_named() -> None:
+def test_token_masks_exist_only_in_configured_blocks() -> None:
     method = meat(token_mask_blocks=[2, 0], ffn_masks="off").eval()
     assert method.mask_shapes() == {"tokens": (2, 16)}
     method.load_task(with_random_masks(method))
@@ -590,7 +592,7 @@ def test_the_class_token_and_registers_are_never_masked() -> None:
     assert all(attention.keys[0].tolist() == class_tokens_alone for attention in sites.attention)
 
 
-def test_stored_bits_are_the_papers_formula() -> None:
+def test_stored_bits_match_the_papers_formula() -> None:
     method = Meat(build(BackboneSettings(name="deit_tiny_patch16_224")), MeatSettings(), seed=0)
     state = TaskState(
         "t", (), "meat", "", masks={n: torch.ones(s) > 0 for n, s in method.mask_shapes().items()}
@@ -626,7 +628,7 @@ def test_compact_inference_equals_the_dense_one_with_self_loops() -> None:
     )
 
 
-def test_neurons_whose_way_out_is_fully_masked_are_cut() -> None:
+def test_neurons_with_fully_masked_outputs_are_pruned() -> None:
     method = meat().eval()
     state = with_random_masks(method)
     state.masks["blocks.1.fc2"][:, :200] = False
@@ -636,7 +638,7 @@ def test_neurons_whose_way_out_is_fully_masked_are_cut() -> None:
     assert torch.allclose(pruned(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5)
 
 
-def test_the_share_of_operations_is_one_without_masks_and_falls_with_them() -> None:
+def test_flops_share_is_one_unmasked_and_falls_with_masks() -> None:
     method = meat(ffn_masks="neuron")
     shares = [method.flops_share(with_random_masks(method, keep)) for keep in (1.0, 0.8, 0.5)]
     assert shares[0] == 1.0
@@ -651,7 +653,8 @@ TWO_LAYERS = {n: f for n, f in OTHER_VITS.items() if n != "EVA-02, rotary, q k v
 
 @contextmanager
 def without_keys(keys_left: dict[int, Tensor]) -> Iterator[None]:
-    """Inside, no query of the n-th block attends to keys outside of `keys_left[n]`, (N,) bool."""
+    """Context manager in which queries of block n attend only to keys in `keys_left[n]`, (N,)
+    bool."""
     attention, calls = F.scaled_dot_product_attention, itertools.count()
 
     def masked(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -669,8 +672,8 @@ def without_keys(keys_left: dict[int, Tensor]) -> Iterator[None]:
 @torch.no_grad()
 @pytest.mark.parametrize("form", TWO_LAYERS.values(), ids=TWO_LAYERS.keys())
 def test_masks_of_other_families_are_served_as_they_are_trained(form: dict[str, Any]) -> None:
-    """Both equal attention with the masked keys left out, written by hand; class token and
-    registers always stay."""
+    """Both forms equal handwritten attention without the masked keys. Class token and registers are
+    always kept."""
     method, pictures = meat(other_vit(**form)).eval(), method_steps.images()
     plain = other_vit(**form)
     assert torch.allclose(method.backbone(pictures), plain(pictures), atol=1e-5)
@@ -693,7 +696,7 @@ def test_masks_of_other_families_are_served_as_they_are_trained(form: dict[str, 
         expected = plain(pictures) @ state.head["weight"].T + state.head["bias"]
     assert torch.allclose(served, expected, atol=1e-4)
     untouched = plain(pictures) @ state.head["weight"].T + state.head["bias"]
-    assert not torch.allclose(served, untouched, atol=1e-6), "tokens are masked"
+    assert not torch.allclose(served, untouched, atol=1e-6), "the token masks must have an effect"
 
 
 @pytest.mark.parametrize("form", TWO_LAYERS.values(), ids=TWO_LAYERS.keys())
@@ -731,8 +734,8 @@ def test_an_ffn_of_three_layers_is_refused() -> None:
         method.compact("one")
 
 
-# ---- people's mistakes ---------------------------------------------------------------------------
-def test_mistakes_get_a_sentence() -> None:
+# ---- user errors ---------------------------------------------------------------------------------
+def test_invalid_settings_states_and_backbones_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"token_mask_blocks is \[1, 9\], but the backbone has blocks 0 to 2"
     ):

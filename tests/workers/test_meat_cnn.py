@@ -1,5 +1,4 @@
-"""MEAT on a ResNet: channels in the place of tokens, convolutions in that of the FFN; and what a
-CNN is as a backbone."""
+"""Tests of MEAT on a ResNet (masks of channels and convolutions), and of CNNs as backbones."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ BOTH = pytest.mark.parametrize("settings", [BASIC, BOTTLENECK], ids=["basic", "b
 
 
 def resnet(settings: BackboneSettings = BASIC, **options: Any) -> Any:
-    """Lively in every entry, so that nothing hides behind a zero: random statistics, no zero at the
-    end of a block."""
+    """Return a ResNet with random statistics and norm weights, because zeros could hide errors."""
     torch.manual_seed(0)
     model = vit.build(settings.model_copy(update={"options": settings.options | options}))
     for name, tensor in model.state_dict().items():
@@ -73,7 +71,7 @@ def served(method: Meat, state: TaskState) -> Tensor:
     return method.eval().logits(images(), state.task)
 
 
-# ---- where the masks are -------------------------------------------------------------------------
+# ---- positions of the masks ----------------------------------------------------------------------
 def test_resnet_mask_sizes_follow_from_widths() -> None:
     def bits(name: str, entries: Any) -> int:
         sites = find_sites(vit.outline(BackboneSettings(name=name, weights="hub")), "all", entries)
@@ -124,11 +122,11 @@ def test_gates_sit_inside_blocks_and_never_on_the_residual_stream() -> None:
         state = with_random_masks(method)
         state.masks = {name: torch.zeros_like(mask) for name, mask in state.masks.items()}
         assert bool(served(method, state).std(dim=0).gt(1e-3).any()), (
-            "with every inner channel dropped, images still pass by the shortcuts"
+            "with every inner channel dropped, images still pass through the shortcuts"
         )
 
 
-def test_masks_sit_only_in_the_blocks_that_were_named() -> None:
+def test_masks_sit_only_in_the_configured_blocks() -> None:
     method = meat(token_mask_blocks=[2, 0], ffn_masks="off")
     assert method.mask_shapes() == {"blocks.0.channels1": (8,), "blocks.2.channels1": (16,)}
     with pytest.raises(
@@ -141,9 +139,9 @@ def test_masks_sit_only_in_the_blocks_that_were_named() -> None:
         meat(token_mask_blocks=[0, 1], ffn_masks="off").load_task(with_random_masks(method))
 
 
-# ---- what they do --------------------------------------------------------------------------------
+# ---- effects of the masks ------------------------------------------------------------------------
 @BOTH
-def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(settings: Any) -> None:
+def test_untouched_masks_keep_backbone_logits_bit_identical(settings: Any) -> None:
     method, plain = begun(meat(resnet(settings))).eval(), resnet(settings)
     with torch.no_grad():
         want = method.heads["one"](plain(images()))
@@ -156,7 +154,7 @@ def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(setti
 
 
 @BOTH
-def test_a_dropped_channel_has_no_influence_whatever_the_weights_that_make_it(
+def test_dropped_channel_has_no_influence_for_any_weights(
     settings: Any,
 ) -> None:
     first, second = (meat(resnet(settings), ffn_masks="off") for _ in range(2))
@@ -179,9 +177,7 @@ def test_a_dropped_channel_has_no_influence_whatever_the_weights_that_make_it(
 
 @BOTH
 @pytest.mark.parametrize("ffn", ["weight", "off"])
-def test_served_logits_are_those_of_the_training_form_with_hard_masks(
-    settings: Any, ffn: str
-) -> None:
+def test_served_logits_equal_training_form_with_hard_masks(settings: Any, ffn: str) -> None:
     method = meat(resnet(settings), ffn_masks=ffn)
     state = with_random_masks(method)
     want = served(method, state)
@@ -274,9 +270,7 @@ def test_ranks_sample_what_one_process_samples() -> None:
         ({"token_masks": False, "ffn_masks": "off"}, set()),
     ],
 )
-def test_training_moves_masks_and_head_and_leaves_the_backbone_with_its_statistics(
-    settings: Any, kinds: Any
-) -> None:
+def test_training_changes_masks_and_head_but_not_the_backbone(settings: Any, kinds: Any) -> None:
     method = meat(**settings)
     before = copy.deepcopy(method.backbone.state_dict())
     state = trained(method)
@@ -324,9 +318,7 @@ def test_masks_that_never_flip_are_reported_by_their_names() -> None:
 @pytest.mark.few(2)
 @BOTH
 @pytest.mark.parametrize("ffn", ["weight", "off"])
-def test_compact_inference_equals_the_dense_one_and_has_only_kept_channels(
-    settings: Any, ffn: str
-) -> None:
+def test_compact_inference_equals_dense_with_only_kept_channels(settings: Any, ffn: str) -> None:
     method = meat(resnet(settings), ffn_masks=ffn)
     state = with_random_masks(method)
     state.masks["blocks.2.channels1"][:] = False
@@ -344,7 +336,7 @@ def test_compact_inference_equals_the_dense_one_and_has_only_kept_channels(
     assert method.flops_share(TaskState("base", (), "base", method.backbone_digest)) == 1
 
 
-def test_a_channel_that_leads_to_cut_channels_alone_is_cut_too() -> None:
+def test_channel_feeding_only_cut_channels_is_also_cut() -> None:
     method = meat(resnet(BOTTLENECK))
     state = with_random_masks(method, keep=1.0)
     state.masks["blocks.0.channels2"][1:] = False
@@ -361,15 +353,15 @@ def test_a_channel_that_leads_to_cut_channels_alone_is_cut_too() -> None:
 @pytest.mark.parametrize(
     "changes", [GROUPS, {"aa_layer": nn.AvgPool2d}], ids=["group-norm", "anti-aliasing"]
 )
-def test_where_channels_depend_on_each_other_none_is_cut(changes: Any) -> None:
+def test_dependent_channels_are_not_cut(changes: Any) -> None:
     method = meat(resnet(**changes))
     state = with_random_masks(method)
     assert torch.allclose(served(method, state), method.compact("one")(images()), atol=1e-5)
-    # anti-aliasing is where a block strides
+    # only blocks with a stride have anti-aliasing
     assert (method.flops_share(state) == 1) == (changes is GROUPS)
 
 
-def test_multiply_adds_are_counted_by_hand() -> None:
+def test_multiply_adds_equal_a_count_by_hand() -> None:
     assert (
         count_multiply_adds(
             nn.Sequential(
@@ -384,10 +376,10 @@ def test_multiply_adds_are_counted_by_hand() -> None:
 
 
 # ---- a CNN as a backbone -------------------------------------------------------------------------
-def test_batch_norm_never_uses_nor_gathers_the_statistics_of_a_batch() -> None:
+def test_batch_norm_never_uses_or_updates_batch_statistics() -> None:
     assert not any(
         m.training for m in vit.build(BASIC).modules() if isinstance(m, nn.BatchNorm2d)
-    ), "as built, before anybody says train or eval"
+    ), "as built, before train() or eval() is called"
     model = resnet().train()
     buffers_before = {name: tensor.clone() for name, tensor in model.named_buffers()}
     one, all_ = model(images()[:1]), model(images())
@@ -401,11 +393,11 @@ def test_batch_norm_never_uses_nor_gathers_the_statistics_of_a_batch() -> None:
     optimizer.step()
     assert all(torch.equal(tensor, buffers_before[name]) for name, tensor in model.named_buffers())
     assert vit.compute_digest(model) != method.backbone_digest, (
-        "its weights and biases are trained all the same"
+        "its weights and biases are still trained"
     )
 
 
-def test_running_statistics_are_part_of_the_digest_and_of_the_stored_weights() -> None:
+def test_running_statistics_are_in_digest_and_stored_weights() -> None:
     one, two = resnet(), resnet()
     assert vit.compute_digest(one) == vit.compute_digest(two)
     two.layer1[0].bn1.running_var[0] += 1e-3
@@ -431,14 +423,14 @@ def test_published_weights_are_read_without_their_classifier(tmp_path: Path) -> 
         vit.load_weights(vit.build(deeper), deeper)
 
 
-def test_random_weights_get_statistics_of_their_own_and_keep_them() -> None:
+def test_random_backbone_gets_fixed_batch_norm_statistics() -> None:
     torch.manual_seed(0)
     model: Any = vit.build(BASIC)
     vit.measure_statistics(model, 32)
     assert not any(module.training for module in model.modules())
     again = copy.deepcopy(model)
     vit.measure_statistics(again, 32)
-    assert vit.compute_digest(model) == vit.compute_digest(again), "the same noise, every time"
+    assert vit.compute_digest(model) == vit.compute_digest(again), "the noise is always the same"
     noise = torch.randn((64, 3, 32, 32), generator=torch.Generator().manual_seed(1))
     first = model.bn1(model.conv1(noise))
     deviation = first.transpose(0, 1).flatten(1).std(1)
@@ -453,7 +445,7 @@ def test_dropout_that_depends_on_ranks_is_refused() -> None:
         vit.outline(BASIC.model_copy(update={"options": {"drop_block_rate": 0.1}}))
 
 
-def test_what_a_resnet_cannot_do_gets_a_sentence() -> None:
+def test_settings_unsuitable_for_a_resnet_are_refused() -> None:
     for settings, says in (
         ({"ffn_masks": "neuron"}, "ffn_masks is 'neuron', but a convolutional backbone has no FFN"),
         ({"self_loop": True}, "self_loop is true, but a convolutional backbone has no attention"),
@@ -521,7 +513,7 @@ CNN_PROMISES = [
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("promise", CNN_PROMISES)
-def test_the_promises_of_every_method_hold_on_it(
+def test_meat_keeps_the_promises_on_a_cnn(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, promise: str
 ) -> None:
     monkeypatch.setattr(stage_lab, "TINY", tiny(lab))
@@ -529,7 +521,7 @@ def test_the_promises_of_every_method_hold_on_it(
 
 
 def tiny(lab: Lab) -> dict[str, Any]:
-    """A small ResNet with batch norm, from a file of weights with statistics."""
+    """Return settings of a small ResNet with batch norm and a file of weights and statistics."""
     path = lab.folder / "resnet.safetensors"
     if not path.exists():
         path.write_bytes(vit.to_bytes(resnet()))

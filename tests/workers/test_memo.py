@@ -1,4 +1,4 @@
-"""MEMO: shared blocks that only the first task trains, and last blocks that each task keeps."""
+"""Tests of MEMO: shared blocks that only the first task trains, and own last blocks per task."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OWN = ("blocks.1.", "norm.")
 
 
 def network(seed: int) -> nn.Module:
-    """Return a backbone of two blocks, all of whose parameters are drawn."""
+    """Return a backbone of two blocks with noise in all parameters."""
     torch.manual_seed(seed)
     model = build(SMALL)
     with torch.no_grad():
@@ -41,14 +41,14 @@ def own_part(model: nn.Module) -> dict[str, Tensor]:
 
 
 def extractor(position: int) -> nn.Module:
-    """Return the whole extractor of a finished task: shared blocks of the first, its own last."""
+    """Return the extractor of a finished task: the first task's shared blocks, and its own part."""
     model = network(10)
     model.load_state_dict(own_part(network(10 + position)), strict=False)
     return model.eval()
 
 
 def state(task: Task, position: int) -> TaskState:
-    """Return the state of a finished task; the first has the shared blocks, too."""
+    """Return the state of a finished task. The first task's state also has the shared blocks."""
     model = extractor(position)
     copies = own_part(model) if position else {n: p.detach() for n, p in model.named_parameters()}
     head = {"weight": torch.randn(task.num_classes, D * (position + 1))}
@@ -57,7 +57,7 @@ def state(task: Task, position: int) -> TaskState:
 
 
 def begun(*tasks: Task, step: str = "train", order: int = 1, **settings: Any) -> Any:
-    """Return the method at `step` of the last of `tasks`; all have samples in its batches.
+    """Return the method at `step` of the last task. Batches have samples of all tasks.
 
     order: -1 to load the states of the earlier tasks in reverse.
     """
@@ -80,7 +80,7 @@ def begun(*tasks: Task, step: str = "train", order: int = 1, **settings: Any) ->
 
 
 def stepped(method: Any, *tasks: Task) -> set[str]:
-    """Take a step as the loop does; return the names of the parameters that it changed."""
+    """Take a step as the loop does; return the names of the changed parameters."""
     before = {name: p.detach().clone() for name, p in method.named_parameters()}
     train = TrainSettings(optimizer="sgd", lr=0.1)
     job: Any = type("Job", (), {"train": train})
@@ -90,7 +90,7 @@ def stepped(method: Any, *tasks: Task) -> set[str]:
     return {name for name, p in method.named_parameters() if not torch.equal(p, before[name])}
 
 
-def test_features_are_those_of_whole_extractors_and_the_loss_is_that_of_der() -> None:
+def test_features_equal_whole_extractors_and_loss_equals_der() -> None:
     method = begun(A, B, C, auxiliary=0.7)
     stepped(method, A, B, C)
     b = batch(A, B, C)
@@ -107,7 +107,7 @@ def test_features_are_those_of_whole_extractors_and_the_loss_is_that_of_der() ->
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_the_first_task_trains_all_blocks_and_later_ones_their_own() -> None:
+def test_only_the_first_task_trains_the_shared_blocks() -> None:
     changed = stepped(first := begun(A), A)
     assert {n for n in changed if n.startswith("backbone.")} == {
         f"backbone.{n}" for n, p in first.backbone.named_parameters() if p.grad is not None
@@ -125,7 +125,7 @@ def test_the_first_task_trains_all_blocks_and_later_ones_their_own() -> None:
     assert method.backbone.patch_embed.proj.weight.grad is None
 
 
-def test_a_task_starts_from_the_own_part_of_the_one_before() -> None:
+def test_task_starts_from_the_last_blocks_of_the_previous_task() -> None:
     method = begun(A, B, C)
     expected = dict(extractor(1).named_parameters())
     assert all(torch.equal(p, expected[n]) for n, p in method.backbone.named_parameters())
@@ -144,7 +144,7 @@ def test_states_can_be_loaded_in_any_order() -> None:
         assert torch.allclose(method.features(images), u, atol=1e-5)
 
 
-def test_shared_blocks_are_held_once() -> None:
+def test_shared_blocks_are_held_in_memory_once() -> None:
     method = begun(A, B, C)
     num_own = sum(t.numel() for t in own_part(method.backbone).values())
     num_whole = sum(p.numel() for p in method.backbone.parameters())
@@ -156,7 +156,7 @@ def test_shared_blocks_are_held_once() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("base", [None, "two"])
-def test_a_task_stores_its_own_part(lab: Lab, base: str | None) -> None:
+def test_later_tasks_store_only_their_own_blocks(lab: Lab, base: str | None) -> None:
     run = stream(lab, "memo", base=base, memory=20)
     steps = [[job.step for job in run.stages(task)] for task in (0, 1)]
     assert steps == [["herd"] if base else ["train", "herd"], ["train", "finetune", "herd"]]
@@ -176,7 +176,7 @@ def test_a_task_stores_its_own_part(lab: Lab, base: str | None) -> None:
     assert run.trained(1).manifest["flops_share"] == pytest.approx((depth + 1) / depth)
 
 
-def test_what_it_cannot_work_on() -> None:
+def test_unsupported_backbones_and_states_are_refused() -> None:
     with pytest.raises(UserError, match=r"blocks is 2, and the backbone has 2.*give it 1 or less"):
         Memo.check_backbone(MemoSettings(blocks=2), build(SMALL), (A,))
     with pytest.raises(UserError, match="vision transformer"):

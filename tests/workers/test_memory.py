@@ -1,4 +1,4 @@
-"""Memory that is used again: never while anybody holds it."""
+"""Tests of reused memory: it is never reused while something refers to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.data.arena import Arena
 from workers.data.memory import MAX_FREE, TensorPool, split_parts
 
 
-def test_an_arena_gives_memory_that_does_not_overlap_until_it_is_cleared(
+def test_arena_arrays_do_not_overlap_until_it_is_cleared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     arena = Arena()
@@ -22,7 +22,7 @@ def test_an_arena_gives_memory_that_does_not_overlap_until_it_is_cleared(
         assert (one.sum(), other.sum(), one.shape, other.shape) == (10, 40, (10,), (20,))
         address = one.ctypes.data
         arena.clear()
-    assert arena.take(10).ctypes.data == address  # the second round used what it had grown to
+    assert arena.take(10).ctypes.data == address  # the arena keeps its grown buffer
     arena.clear()
     monkeypatch.setattr(arenas, "ARENA_BYTES", 40)
     arena.take(41)
@@ -30,7 +30,7 @@ def test_an_arena_gives_memory_that_does_not_overlap_until_it_is_cleared(
     assert arena.take(10).ctypes.data == address
 
 
-def test_a_pool_uses_memory_again_when_nothing_refers_to_it() -> None:
+def test_pool_reuses_only_unreferenced_memory() -> None:
     pool = TensorPool()
     one = pool.empty((4, 3), torch.float32)
     other = pool.empty((4, 3), torch.float32)
@@ -44,7 +44,7 @@ def test_a_pool_uses_memory_again_when_nothing_refers_to_it() -> None:
     assert pool.empty((400,), torch.float32).shape == (400,)
 
 
-def test_a_pool_uses_nothing_again_that_autograd_needs() -> None:
+def test_pool_does_not_reuse_memory_that_autograd_needs() -> None:
     pool = TensorPool()
     weight = torch.ones(3, requires_grad=True)
     image = pool.empty((3,), torch.float32).fill_(2.0)
@@ -56,7 +56,7 @@ def test_a_pool_uses_nothing_again_that_autograd_needs() -> None:
     assert weight.grad.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_a_pool_holds_little_that_nobody_uses() -> None:
+def test_pool_keeps_a_limited_number_of_free_buffers() -> None:
     pool = TensorPool()
     tensors = [pool.empty((8,), torch.uint8) for _ in range(3 * MAX_FREE)]
     tensors.clear()
@@ -64,7 +64,7 @@ def test_a_pool_holds_little_that_nobody_uses() -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 7), (2, 5), (3, 3)])
-def test_parts_are_all_rows_in_order(
+def test_split_parts_cover_all_rows_in_order(
     monkeypatch: pytest.MonkeyPatch, start: int, stop: int
 ) -> None:
     batch = torch.arange(7).view(7, 1, 1)

@@ -1,4 +1,4 @@
-"""MIR: the worked scores of the reference, and which exemplars are replayed."""
+"""Tests of MIR: the worked scores of the reference, and the choice of replayed exemplars."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from workers.job import DataSettings, TrainSettings
 from workers.methods.mir import Mir, MirSettings
 from workers.rng import StepRng
 
-START: Any = None  # the loss does not look at the progress
+START: Any = None  # the loss does not use the progress
 CANDIDATES = [[1.0, 0.2], [0.3, -0.8], [-1.0, 0.4]]
 SCORES = [0.203694, -0.04744, 0.071203]
 
 
 def candidates(rows: list[int]) -> Batch:
-    """Return some of the candidates; their slots are in the opposite order."""
+    """Return the candidates of `rows`, with their slots in the opposite order."""
     positions = torch.tensor(rows)
     draw = StepRng(0, 0, 0, positions, 3, torch.device("cpu"))
     labels = torch.tensor([0, 2, 1])[positions]

@@ -1,4 +1,4 @@
-"""Where a model of a finished run looks: `Model.attention`, for notebooks."""
+"""Tests of `Model.attention`: attention maps of the model of a finished run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.results.model import Model
 from workers.errors import UserError
 
 
-def test_a_task_has_maps_of_each_block_under_its_masks(lab: Any) -> None:
+def test_attention_maps_depend_on_the_masks_of_the_task(lab: Any) -> None:
     run = finished(lab, "meat", epochs=1)
     model = Model(run.bundle)
     images, _ = run.images("two")
@@ -27,11 +27,11 @@ def test_a_task_has_maps_of_each_block_under_its_masks(lab: Any) -> None:
     for name, look in looks.items():
         np.testing.assert_allclose(single[name][0], look[0], rtol=1e-4, atol=1e-5)
     assert any(np.abs(look - other[name]).max() > 1e-4 for name, look in looks.items())
-    answers = model.predict(images, task="two")  # looking leaves nothing behind
+    answers = model.predict(images, task="two")  # `attention` must leave no masks or hooks
     assert len(answers) == len(images)
 
 
-def test_a_task_that_is_not_served_is_one_sentence(lab: Any) -> None:
+def test_attention_of_an_unknown_task_is_refused(lab: Any) -> None:
     run = finished(lab, "meat", epochs=1)
     with pytest.raises(UserError, match="task 'nowhere' is not in"):
         Model(run.bundle).attention([], "nowhere")

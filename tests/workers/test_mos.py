@@ -1,4 +1,4 @@
-"""MOS: golden values of its equations, and which adapters answer for an image."""
+"""Tests of MOS: golden values, training, alignment, and the adapters that answer for an image."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def served(learned: Any) -> Any:
 
 
 def third_task(learned: Any, **settings: Any) -> Any:
-    """Return the method in the training of the third task."""
+    """Return the method during training of the third task."""
     states, _ = learned
     _, carried = learn_all("mos", STREAM[:2], align_draws=16)
     method = make("mos", STREAM, **settings)
@@ -45,7 +45,7 @@ def third_task(learned: Any, **settings: Any) -> Any:
 
 
 # ---- golden values -------------------------------------------------------------------------------
-def test_merging_has_the_golden_values() -> None:
+def test_adapter_merging_matches_golden_values() -> None:
     method = make("mos")
     method.adapters = Bottlenecks(1, 2, 2)
     with torch.no_grad():
@@ -58,13 +58,13 @@ def test_merging_has_the_golden_values() -> None:
     assert method.adapters.up.unique().tolist() == pytest.approx([2.43514093])
 
 
-def test_the_contrast_has_the_golden_value() -> None:
+def test_contrast_loss_matches_golden_value() -> None:
     means = torch.tensor([[1.0, 0], [0, 1]])
     contrast = compute_mean_contrast(torch.tensor([[1.0, 1]]), means)
     assert contrast.item() == pytest.approx(0.70234648, abs=1e-6)
 
 
-def test_the_contrast_is_a_mean_over_images_that_do_not_see_each_other() -> None:
+def test_contrast_loss_is_mean_of_independent_image_losses() -> None:
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(5, 4, generator=generator)
     means = torch.randn(3, 4, generator=generator)
@@ -77,8 +77,8 @@ def test_the_contrast_is_a_mean_over_images_that_do_not_see_each_other() -> None
     )
 
 
-def test_the_ensemble_has_the_golden_values() -> None:
-    """Two tasks; the cosines are those of features whose prototypes are the unit vectors."""
+def test_ensemble_logits_match_golden_values() -> None:
+    """There are two tasks. The prototypes are unit vectors, so the features are the cosines."""
     method = make("mos", (ONE, TWO))
     head = torch.tensor([[0.2, 1.5, 0.1, 0]])
     cosines = torch.tensor([[2.0, 1, 0, 0.5]])
@@ -99,7 +99,7 @@ def test_the_ensemble_has_the_golden_values() -> None:
 
 
 # ---- training ------------------------------------------------------------------------------------
-def test_adapters_go_on_from_those_of_the_task_before(learned: Any) -> None:
+def test_adapters_start_from_those_of_previous_task(learned: Any) -> None:
     states, _ = learned
     method = third_task(learned)
     for name, tensor in method.adapters.tensors().items():
@@ -126,7 +126,7 @@ def test_adapters_are_merged_once_in_a_step(learned: Any) -> None:
         assert torch.allclose(tensor, expected, atol=1e-6)
 
 
-def test_the_loss_is_that_of_the_equation(learned: Any) -> None:
+def test_loss_is_cross_entropy_plus_weighted_contrast(learned: Any) -> None:
     method = third_task(learned, contrast=0.5, dropout=0.0)
     loss, terms = method.loss(batch(classes=4), PROGRESS)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_the_loss_is_that_of_the_equation(learned: Any) -> None:
     assert set(first.loss(batch(), PROGRESS)[1]) == {"ce"}
 
 
-def test_the_head_learns_at_a_tenth_of_the_rate_and_earlier_heads_stay(learned: Any) -> None:
+def test_only_the_new_head_trains_at_a_tenth_of_rate(learned: Any) -> None:
     method = third_task(learned)
     groups = method.head_groups(method.context.optim, [])
     assert [group["lr"] for group in groups] == [pytest.approx(1e-3)] * 2
@@ -162,7 +162,7 @@ def test_later_tasks_leave_stored_adapters_and_class_means(learned: Any) -> None
 
 
 # ---- statistics and alignment --------------------------------------------------------------------
-def test_class_means_are_those_of_the_first_tasks_adapters(learned: Any) -> None:
+def test_prototypes_use_first_tasks_adapters_and_means_own_adapters(learned: Any) -> None:
     states, carried = learned
     method = served(learned)
     for task, state in zip(STREAM, states, strict=True):
@@ -179,7 +179,7 @@ def test_class_means_are_those_of_the_first_tasks_adapters(learned: Any) -> None
         assert state.meta == {"first": "two"}
 
 
-def test_heads_are_aligned_and_carried_as_they_were_trained(learned: Any) -> None:
+def test_carried_state_holds_trained_and_aligned_heads(learned: Any) -> None:
     states, carried = learned
     method = served(learned)
     for task in ("two", "one"):
@@ -195,7 +195,7 @@ def test_heads_are_aligned_and_carried_as_they_were_trained(learned: Any) -> Non
 
 # ---- answers -------------------------------------------------------------------------------------
 def answer(method: Any, image: torch.Tensor) -> torch.Tensor:
-    """Return the logits of one image as the paper's algorithm finds them."""
+    """Return the logits of one image according to the paper's algorithm."""
     slices = method.class_slices()
     owner = [name for name, columns in slices.items() for _ in range(columns.stop - columns.start)]
     features = {name: method.adapted(image, method.find_adapters(name)) for name in slices}
@@ -211,7 +211,7 @@ def answer(method: Any, image: torch.Tensor) -> torch.Tensor:
         task = named
 
 
-def test_answers_are_those_of_the_papers_algorithm(learned: Any) -> None:
+def test_batched_answers_match_papers_algorithm(learned: Any) -> None:
     method = served(learned)
     probes = torch.cat([pixels_of(task)[0] for task in STREAM] + [3 * images()])
     with torch.no_grad():
@@ -221,8 +221,8 @@ def test_answers_are_those_of_the_papers_algorithm(learned: Any) -> None:
     assert logits.shape == (len(probes), 9)
 
 
-def test_images_are_tried_with_at_most_four_adapters(learned: Any) -> None:
-    """The heads always name the next task, so that no image comes to rest."""
+def test_refinement_tries_at_most_four_adapters_per_image(learned: Any) -> None:
+    """The heads always name the next task, so the search never converges."""
     method = served(learned)
     names = list(method.class_slices())
     following = {name: names[(index + 1) % 3] for index, name in enumerate(names)}
@@ -258,7 +258,7 @@ def test_an_answer_does_not_depend_on_the_batch(learned: Any) -> None:
 
 
 def test_answering_changes_no_tensor(learned: Any) -> None:
-    """The released code merges adapters in forward passes."""
+    """The released code differs: it merges adapters in forward passes."""
     method = served(learned)
     before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
     adapters = {
@@ -275,7 +275,7 @@ def test_answering_changes_no_tensor(learned: Any) -> None:
     assert compute_digest(method.backbone) == method.backbone_digest
 
 
-def test_validation_in_training_takes_the_tasks_own_adapters(learned: Any) -> None:
+def test_validation_during_training_uses_current_adapters(learned: Any) -> None:
     method = third_task(learned)
     method.eval()
     with torch.no_grad():
@@ -326,8 +326,8 @@ def test_without_the_first_task_answers_are_refused(learned: Any) -> None:
         assert method.logits(images(), "three").shape == (8, 4)
 
 
-def test_statistics_read_the_task_alone() -> None:
-    """`data_of` raises an error for any other split; images of earlier tasks are not in it."""
+def test_statistics_use_only_data_of_current_task() -> None:
+    """`data_of` raises an error for any other split, and has no images of earlier tasks."""
     method = make("mos", (ONE,))
     begun(method, ONE)
     _, carried = method.finish()

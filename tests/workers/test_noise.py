@@ -1,4 +1,4 @@
-"""Promises of stochastic depth: who is dropped belongs to the sample, and the step decides it."""
+"""Tests of stochastic depth: the drops depend on the sample and the step, not on the rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_drop_path_keeps_the_mean() -> None:
     assert float(out.mean()) == pytest.approx(1, abs=0.02)
 
 
-def test_a_sample_meets_the_same_fate_whatever_rank_holds_it() -> None:
+def test_drops_of_a_sample_do_not_depend_on_its_rank() -> None:
     layer, x = path(0.5), torch.ones(64, 1)
     draw_paths(layer, draw(torch.arange(64), 64))
     whole = layer(x)
@@ -53,14 +53,14 @@ def test_blocks_are_dropped_independently_and_only_while_training() -> None:
     assert all(torch.equal(p.eval()(torch.ones(9, 1)), torch.ones(9, 1)) for p in paths)
 
 
-def test_numbers_for_another_batch_are_an_error_and_not_a_broadcast() -> None:
+def test_draws_for_another_batch_are_refused() -> None:
     layer = path(0.5)
     draw_paths(layer, draw(torch.zeros(1, dtype=torch.int64), 8))
     with pytest.raises(AssertionError, match="another batch"):
         layer(torch.ones(8, 1))
 
 
-def test_the_loop_decides_before_each_step(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_loop_draws_drops_before_each_step(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     run = lab.run_of("finetune", {"epochs": 1}, backbone={**TINY, "drop_path": 0.5})
     with_it = run.trained(0)
     monkeypatch.setattr(noise, "draw_paths", lambda *arguments: None)

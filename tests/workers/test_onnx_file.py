@@ -1,4 +1,4 @@
-"""Promises of a task as an ONNX file: its logits are the task's, or one sentence says why not."""
+"""Tests of tasks as ONNX files: the logits are equal, or the export is refused with a reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.serving import onnx_file
 
 HAS_EXTRA = all(importlib.util.find_spec(name) is not None for name in onnx_file.PACKAGES)
 needs_extra = pytest.mark.skipif(not HAS_EXTRA, reason="the extra `onnx` is not installed")
-# It chooses what it computes by values of tensors, which no trace can follow.
+# The computation of these methods depends on tensor values, which a trace cannot follow.
 NOT_EXPORTED = ("supsup_nn",)
 
 
@@ -55,7 +55,7 @@ def test_onnxruntime_gives_the_logits_of_a_masked_task(packnet: Finished, tmp_pa
     (entry,) = session.get_inputs()
     assert entry.name == described["input"]
     assert entry.shape[1:] == [3, side, side]
-    for count in (1, 3):  # the batch is free
+    for count in (1, 3):  # the batch size is free
         images = torch.randn((count, 3, side, side), generator=torch.Generator().manual_seed(5))
         (answer,) = session.run([described["output"]], {described["input"]: images.numpy()})
         expected = packnet.served.method.logits(images, "two")
@@ -75,7 +75,7 @@ def test_a_model_that_differs_is_refused_and_nothing_is_written(
 
 
 @needs_extra
-def test_an_error_of_the_exporter_is_one_sentence(
+def test_exporter_error_is_reported_in_one_sentence(
     packnet: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
@@ -86,7 +86,7 @@ def test_an_error_of_the_exporter_is_one_sentence(
         onnx_file.export_onnx(packnet.bundle, "two")
 
 
-def test_without_the_packages_one_sentence_names_the_command(
+def test_missing_packages_error_names_the_install_command(
     packnet: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -95,7 +95,7 @@ def test_without_the_packages_one_sentence_names_the_command(
         onnx_file.export_onnx(packnet.bundle, "two")
 
 
-def test_the_command_writes_the_file_with_or_without_a_folder(
+def test_command_writes_onnx_file_with_or_without_model_folder(
     packnet: Finished,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -126,7 +126,7 @@ def test_the_command_writes_the_file_with_or_without_a_folder(
         ({"out": "y", "task": "two"}, "leave out --task, or add --onnx FILE"),
     ],
 )
-def test_options_that_do_not_fit_are_one_sentence(
+def test_invalid_option_combinations_are_refused(
     packnet: Finished, tmp_path: Path, values: dict[str, str], sentence: str
 ) -> None:
     folder = tmp_path / "model"

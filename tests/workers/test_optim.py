@@ -1,4 +1,4 @@
-"""Promises of the schedule: a linear start, a cosine, a floor, and one factor for all groups."""
+"""Tests of the schedule: linear warm-up, cosine, floor, and one factor for all groups."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_learning_rate_warms_up_and_decays_as_cosine() -> None:
 @pytest.mark.parametrize("total", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 0.99])
 @pytest.mark.parametrize("floor", [0.0, 0.3, 1.0])
-def test_no_step_is_without_a_rate_or_above_the_peak(
+def test_every_rate_is_positive_and_at_most_the_peak(
     total: int, warmup: float, floor: float, schedule: str
 ) -> None:
     train = TrainSettings.model_validate({"warmup": warmup, "floor": floor, "schedule": schedule})
@@ -44,7 +44,7 @@ def test_no_step_is_without_a_rate_or_above_the_peak(
     assert floor < 1 or all(f == 1 for f in rates[risen:])
 
 
-def test_the_sum_of_all_factors_is_what_methods_are_told() -> None:
+def test_full_rate_steps_equal_the_sum_of_factors() -> None:
     train = TrainSettings(warmup=0.2, floor=0.05)
     assert full_rate_steps(37, 37, train) == pytest.approx(sum(factors(37, warmup=0.2, floor=0.05)))
     assert full_rate_steps(0, 0, train) == 0
@@ -53,13 +53,16 @@ def test_the_sum_of_all_factors_is_what_methods_are_told() -> None:
     )
 
 
-def test_a_rise_starts_where_it_is_told_to() -> None:
+def test_warmup_starts_at_warmup_start() -> None:
     rates = factors(100, warmup=0.1, warmup_start=0.5)
     assert rates[:10] == pytest.approx([0.5 + i / 22 for i in range(1, 11)])
 
 
 def test_epoch_schedule_equals_timm() -> None:
-    """500 epochs, 5 of warm-up from 1e-6, down to 1e-5: the first two at 1e-6 (DyTox's options)."""
+    """DyTox's options are 500 epochs, 5 of them warm-up from 1e-6, and a floor of 1e-5.
+
+    The first two epochs have the rate 1e-6.
+    """
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([weight], lr=2.5e-4)
     timm_optimizer, schedule = (
@@ -96,7 +99,7 @@ def test_every_group_follows_the_schedule_from_its_own_peak() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_groups_take_what_they_do_not_name_from_the_settings(kind: str) -> None:
+def test_groups_inherit_unset_options_from_the_settings(kind: str) -> None:
     own_layer, configured = layers(2)
     train = TrainSettings.model_validate(
         {"optimizer": kind, "lr": 0.01, "weight_decay": 0.3, "momentum": 0.7}
@@ -113,7 +116,7 @@ def test_groups_take_what_they_do_not_name_from_the_settings(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_a_new_optimizer_has_no_past(kind: str) -> None:
+def test_new_optimizer_has_no_state(kind: str) -> None:
     (p,) = layers(1)
     train = TrainSettings.model_validate({"optimizer": kind, "lr": 0.1, "weight_decay": 0.0})
     for _ in range(3):
@@ -125,4 +128,4 @@ def test_a_new_optimizer_has_no_past(kind: str) -> None:
     optimizer = build_optimizer([{"params": [p]}], train)
     before, p.grad = p.detach().clone(), torch.zeros(2)
     optimizer.step()
-    assert torch.equal(p, before), "without a gradient, momentum alone would move it"
+    assert torch.equal(p, before), "with a zero gradient, only old momentum could move it"

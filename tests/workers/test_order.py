@@ -1,4 +1,4 @@
-"""Promises of the order of an epoch: exactly once, a pure function, well shuffled, lazily made."""
+"""Tests of the order of an epoch: every row once, a pure function, quality of the shuffle, cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from workers.data.order import (
 from workers.rng import derive_seed
 
 SMALL = 10_000  # rows
-SIZE = 20_000  # bytes of a row
+SIZE = 20_000  # bytes per row
 
 
 def deal_of(
@@ -37,25 +37,25 @@ def deal_of(
 
 
 def line(deal: Deal, epoch: int = 0, start: int = 0) -> list[Ints]:
-    """The rows of each global batch."""
+    """Return the rows of each global batch."""
     epoch_order = deal.epoch(epoch)
     steps = range(start, epoch_order.num_steps)
     return [epoch_order.rows(s, np.arange(epoch_order.size(s))) for s in steps]
 
 
 def joined(batches: list[Ints]) -> Ints:
-    """The rows of all batches behind each other; there may be no batch."""
+    """Concatenate the rows of all batches; the list may be empty."""
     return np.concatenate([*batches, np.zeros(0, np.int64)])
 
 
 def rows_of_rank(epoch_order: EpochOrder, rank: int, world: int) -> Iterator[tuple[int, Ints]]:
-    """Each step and the rows of a rank in it."""
+    """Yield each step and the rows of a rank in it."""
     for step in range(epoch_order.num_steps):
         yield step, epoch_order.rows(step, np.arange(rank, epoch_order.size(step), world))
 
 
 class Computed(list[tuple[int, int]]):
-    """Streams and blocks, as they are computed."""
+    """List of (stream, block) in the order in which blocks are computed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         block = EpochOrder.block
@@ -69,7 +69,7 @@ class Computed(list[tuple[int, int]]):
 
 @pytest.fixture(params=[order.BLOCK_RUNS, 2, 1], ids="{}-runs".format)
 def block_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Runs of a block; with few of them the streams of a small data set have many blocks."""
+    """Set the number of runs in a block. With few, streams of a small data set have many blocks."""
     number: int = request.param
     monkeypatch.setattr(order, "BLOCK_RUNS", number)
     return number
@@ -85,19 +85,19 @@ def test_number_of_streams_divides_half_batch(batch: int, expected: int) -> None
 
 
 @pytest.mark.parametrize("batch", [2, 3, 4, 7, 64, 96, 100])
-def test_partners_come_in_pairs_of_one_stream_and_of_one_rank(batch: int) -> None:
+def test_partners_are_mutual_pairs_in_the_same_stream(batch: int) -> None:
     for size in {1, 2, batch // 2 + 1, batch - 1, batch}:
         partners = find_partner_positions(batch, size)
         positions = np.arange(size)
         assert (partners[partners].numpy() == positions).all(), "an involution"
         distance = (partners.numpy() - positions) % num_streams(batch)
-        assert not distance.any(), "of the same stream"
+        assert not distance.any(), "partners are in the same stream"
     alone = (find_partner_positions(batch, batch).numpy() == np.arange(batch)).sum()
     assert alone == batch % 2
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 9])
-def test_copies_of_an_image_are_in_one_stream_and_are_never_partners(
+def test_copies_of_an_image_share_a_stream_without_being_partners(
     repeats: int, block_runs: int
 ) -> None:
     deal = deal_of(repeats=repeats)
@@ -130,9 +130,7 @@ def test_every_row_comes_once_in_every_epoch(batch: int, block_runs: int) -> Non
 
 @pytest.mark.parametrize("n", [0, 1, 2, 31, 33, 100, 1009])
 @pytest.mark.parametrize("batch", [7, 64, 96])
-def test_fewer_rows_than_streams_or_a_ragged_end_lose_nothing(
-    n: int, batch: int, block_runs: int
-) -> None:
+def test_small_tables_and_ragged_ends_lose_no_rows(n: int, batch: int, block_runs: int) -> None:
     for size in (SIZE, RUN_BYTES // 10):
         batches = line(deal_of(n, batch, size=size))
         assert sorted(joined(batches).tolist()) == list(range(n))
@@ -151,7 +149,7 @@ def test_a_million_rows_come_once_for_any_number_of_ranks(world: int) -> None:
 
 
 def test_the_order_of_a_fixed_index_never_changes() -> None:
-    """Stored results follow from it: another digest is another TRAIN_REVISION."""
+    """Stored results depend on the order: a new digest requires a new TRAIN_REVISION."""
     digests = []
     for deal in (deal_of(seed=7), deal_of(50_003, batch=8, seed=7)):
         digest = hashlib.sha256()
@@ -162,7 +160,7 @@ def test_the_order_of_a_fixed_index_never_changes() -> None:
     assert digests == ["0b6d2d04f2874482", "abd2f9767c97b4b5"]
 
 
-def test_the_order_changes_with_the_seed_and_goes_on_in_the_middle(block_runs: int) -> None:
+def test_order_depends_on_the_seed_and_resumes_mid_epoch(block_runs: int) -> None:
     whole = joined(line(deal_of()))
     assert (whole != joined(line(deal_of(seed=6)))).any()
     resumed = joined(line(deal_of(), start=100))
@@ -170,7 +168,7 @@ def test_the_order_changes_with_the_seed_and_goes_on_in_the_middle(block_runs: i
 
 
 def by_the_book(deal: Deal, epoch: int) -> list[int]:
-    """The order as it is described, of lists that hold the whole epoch."""
+    """Return the order by its definition, from lists that contain the whole epoch."""
 
     def drawn(count: int, *names: str | int) -> Ints:
         return draw(derive_seed(deal.seed, names[0], epoch, *names[1:]), count).astype(object)
@@ -198,7 +196,7 @@ def by_the_book(deal: Deal, epoch: int) -> list[int]:
 @pytest.mark.few(20)
 @pytest.mark.parametrize("n", [1, 31, 33, 100, 1009, SMALL])
 @pytest.mark.parametrize(("batch", "repeats"), [(7, 1), (64, 1), (96, 3), (2000, 1)])
-def test_the_order_is_the_one_that_is_described(
+def test_order_matches_the_reference_implementation(
     n: int, batch: int, repeats: int, block_runs: int
 ) -> None:
     deal = deal_of(n, batch, repeats=repeats, size=RUN_BYTES // 10)
@@ -211,7 +209,7 @@ def test_the_order_is_the_one_that_is_described(
 def test_steps_in_any_order_give_the_same_rows(
     batch: int, repeats: int, block_runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Backwards and at random blocks make room for others, and are computed again."""
+    """In reverse and random order, blocks are dropped and computed again."""
     deal = deal_of(2000, batch, repeats=repeats)
     whole = line(deal)
     generator = np.random.default_rng(0)
@@ -229,7 +227,7 @@ def test_steps_in_any_order_give_the_same_rows(
 
 # ---- blocks --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-def test_a_rank_computes_its_blocks_alone_and_once(
+def test_rank_computes_only_its_blocks_and_each_once(
     world: int, block_runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deal = deal_of()
@@ -245,17 +243,17 @@ def test_a_rank_computes_its_blocks_alone_and_once(
         if deal.num_streams % world == 0:
             assert streams.tolist() == list(range(rank, deal.num_streams, world))
         else:
-            assert len(streams) > deal.num_streams // world, "it needs rows of more streams"
+            assert len(streams) > deal.num_streams // world, "a rank needs rows of more streams"
         monkeypatch.undo()
         monkeypatch.setattr(order, "BLOCK_RUNS", block_runs)
 
 
 @pytest.mark.few(7)
 @pytest.mark.parametrize("batch", [7, 64, 96, 130, 1001, 1026, 4096])
-def test_a_step_needs_two_blocks_of_a_stream_at_most(
+def test_step_needs_at_most_two_blocks_per_stream(
     batch: int, block_runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as are held: others would be overwritten before they are used."""
+    """An order holds two blocks per stream; a third would overwrite one that is still needed."""
     for n in (batch + 1, 2 * batch + 3, 9999, 20_011):
         deal = deal_of(n, batch, size=RUN_BYTES // 3)
         num_steps = deal.epoch(0).num_steps
@@ -269,7 +267,7 @@ def test_a_step_needs_two_blocks_of_a_stream_at_most(
             assert len(set(computed)) == len(computed)
 
 
-def test_table_order_is_the_table() -> None:
+def test_table_order_yields_rows_in_table_order() -> None:
     table = TableOrder(10, 4)
     rows = [table.rows(step, np.arange(table.size(step))).tolist() for step in range(3)]
     assert rows == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -280,15 +278,15 @@ def test_table_order_is_the_table() -> None:
 @pytest.mark.parametrize("size", [1, 3000, 110_000, RUN_BYTES, RUN_BYTES + 1, 1 << 30])
 @pytest.mark.parametrize("n", [1, 10_000, 1_281_167, 13_000_000, 10**9])
 @pytest.mark.parametrize("batch", [63, 64, 1024])
-def test_runs_are_as_long_as_a_request_may_be(n: int, size: int, batch: int) -> None:
-    """And there are not too many of them, nor too few for the streams."""
+def test_runs_are_as_long_as_the_request_limit_allows(n: int, size: int, batch: int) -> None:
+    """There are at most MAX_RUNS runs, and at least RUNS_PER_STREAM for each stream."""
     deal = deal_of(n, batch, size=size)
     length = deal.rows_per_run
     least = RUNS_PER_STREAM * deal.num_streams
     assert n / length <= MAX_RUNS
     assert length <= max(1, RUN_BYTES // size, -(-n // MAX_RUNS))
     assert (length - 1) * least < n
-    assert (length + 1) * size > RUN_BYTES or length * least >= n, "a longer one would do"
+    assert (length + 1) * size > RUN_BYTES or length * least >= n, "runs could be longer"
 
 
 @pytest.mark.parametrize(("n", "batch"), [(1_281_167, 128), (1_281_167, 1024), (13_000_000, 4096)])
@@ -297,23 +295,23 @@ def test_blocks_have_few_runs_and_fit_into_a_cluster(n: int, batch: int) -> None
     epoch_order = deal.epoch(0)
     for block in range(int(epoch_order.num_blocks[3])):
         runs = np.unique(epoch_order.block(3, block) // deal.rows_per_run)
-        assert len(runs) <= deal.block_runs + 2, "the first and the last may be of other blocks"
+        assert len(runs) <= deal.block_runs + 2, "two runs may be shared with other blocks"
     window_runs = deal.num_streams * deal.block_runs
     assert window_runs * deal.rows_per_run * 110_000 <= 16 << 30
 
 
-# ---- how good the shuffle is ---------------------------------------------------------------------
+# ---- quality of the shuffle ----------------------------------------------------------------------
 class Mixing(NamedTuple):
     """How an epoch mixes classes and shards; shares are between 0 and 1."""
 
-    neighbours: float  # share of neighbours of one class
-    longest: int  # longest run of one class
+    neighbours: float  # share of neighbours with the same class
+    longest: int  # length of the longest sequence of one class
     shard: float  # largest share of a batch from one shard, mean over batches
-    partners: float  # share of partners of the same class
+    partners: float  # share of partners with the same class
 
 
 def mixing(batches: list[Ints], batch: int, per_class: int, per_shard: int) -> Mixing:
-    """Of a table in the worst order there is: class after class, shard after shard."""
+    """Return the mixing of a table that is sorted by class and shard, which is the worst order."""
     full = np.stack(batches[:-1])  # (steps, batch)
     classes = full // per_class
     labels = classes.reshape(-1)
@@ -342,18 +340,18 @@ def test_a_table_sorted_by_class_is_mixed_almost_uniformly(
     uniform = [uniform_rows[first : first + batch] for first in range(0, n, batch)]
     actual = mixing(line(deal), batch, per_class, per_shard)
     expected = mixing(uniform, batch, per_class, per_shard)
-    # Neighbours are of different streams, which hold different runs: as in a uniform shuffle.
+    # Neighbours are in different streams, so they are from different runs, as in a uniform shuffle.
     assert actual.neighbours < 1.5 * expected.neighbours + 0.001
     assert actual.longest <= expected.longest + 2
     assert actual.shard < 1.25 * expected.shard
-    # Partners share a stream and so a block: they are of one run with a chance of 1 / its runs.
+    # Partners are in the same block, so they are from the same run with probability 1 / its runs.
     runs_per_block = min(deal.block_runs, RUNS_PER_STREAM)
     assert actual.partners < expected.partners + 1.5 / runs_per_block
 
 
-# ---- what it costs -------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 def test_an_order_needs_little_memory() -> None:
-    """Counted bytes of a tenth of ImageNet."""
+    """The order has as many rows as a tenth of ImageNet."""
     tracemalloc.start()
     try:
         epoch_order = deal_of(128_000, 1024, size=110_000).epoch(0)
@@ -365,8 +363,8 @@ def test_an_order_needs_little_memory() -> None:
     assert peak < 10e6
 
 
-def test_a_billion_rows_need_no_array_of_them() -> None:
-    """100 TB: the first batch of a rank of eight."""
+def test_order_of_a_billion_rows_needs_little_memory() -> None:
+    """Computes the first batch of one of eight ranks, for a data set of 100 TB."""
     tracemalloc.start()
     try:
         epoch_order = deal_of(10**9, 1024, size=100_000).epoch(0)

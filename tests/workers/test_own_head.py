@@ -1,4 +1,4 @@
-"""Role `pretrained`: the classifier in the weights of the backbone is the head of its task."""
+"""Tests of role `pretrained`: the classifier in the backbone's weights is the head of the task."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAIN = {**OPTIMIZERS["adamw"], "epochs": 2}
 
 
 def stream(lab: Lab, role: str, scenario: str = "task") -> dict[str, Any]:
-    """Return two tasks, of which the first one has this role."""
+    """Return a stream of two tasks. The first has the given role."""
     tasks = [
         {"card": str(lab.card), "name": "base", "classes": ["0", "1"], "role": role},
         {"card": str(lab.card), "name": "later", "classes": ["2", "3", "4"]},
@@ -33,7 +33,7 @@ def run_with(lab: Lab, method: str, role: str, scenario: str = "task", **rest: A
 
 @pytest.fixture(scope="module")
 def checkpoint(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Weights that were trained on the base task, with their classifier."""
+    """Return a file with weights that were trained on the base task, and their classifier."""
     trained = lab.stage(run_with(lab, "linear", "base").jobs["backbone"])
     tensors = safetensors.torch.load(trained.read("state.safetensors"))
     head = TaskState.from_bytes(trained.read("task.safetensors")).head
@@ -46,7 +46,7 @@ def checkpoint(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("method", "scenario"), [("linear", "task"), ("meat", "task"), ("lwf", "task"), ("er", "class")]
 )
-def test_answers_are_those_of_a_base_task_with_the_same_weights(
+def test_pretrained_head_answers_like_base_task_with_same_weights(
     lab: Lab, checkpoint: str, method: str, scenario: str
 ) -> None:
     trained = run_with(lab, method, "base", scenario)
@@ -60,7 +60,7 @@ def test_answers_are_those_of_a_base_task_with_the_same_weights(
         assert torch.allclose(logits, expected, atol=1e-5)
 
 
-def test_nothing_is_trained_and_no_image_is_read_for_it(lab: Lab, checkpoint: str) -> None:
+def test_pretrained_head_needs_no_training_and_no_data(lab: Lab, checkpoint: str) -> None:
     taken = run_with(lab, "linear", "pretrained", backbone={**TINY, "weights": checkpoint})
     artifact = lab.stage(taken.jobs["backbone"])
     assert artifact.manifest["length"] == {}
@@ -69,7 +69,7 @@ def test_nothing_is_trained_and_no_image_is_read_for_it(lab: Lab, checkpoint: st
     assert not taken.jobs["backbone"].parents
 
 
-def test_random_weights_have_no_task(lab: Lab) -> None:
+def test_pretrained_role_without_weights_is_refused(lab: Lab) -> None:
     with pytest.raises(UserError, match=r"role `pretrained`, and backbone\.weights is `none`"):
         run_with(lab, "linear", "pretrained")
 

@@ -1,5 +1,4 @@
-"""PackNet: the reference's worked numbers and invariants, who owns what, and what no later task can
-move."""
+"""Tests of PackNet: worked numbers of the reference, owners of weights, and no forgetting."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def learn(
     base: TaskState | None = None,
     **settings: Any,
 ) -> Left:
-    """All steps of a task, each on a method of its own."""
+    """Run all steps of a task, each with a new method."""
     method = packnet(**settings)
     task_index = -1 if task is BASE else TASKS.index(task)
     for step in method.steps_for(method.settings, task_index):
@@ -98,18 +97,18 @@ def owners(carried: Carried) -> dict[str, Tensor]:
 
 
 def shares(carried: Carried) -> list[float]:
-    """Share of all weights with owner 0 (free), 1, 2, ..."""
+    """Return the share of all weights with owner 0 (free), 1, 2, ..."""
     every = torch.cat([owner.flatten() for owner in owners(carried).values()])
     return [float((every == number).float().mean()) for number in range(int(every.max()) + 1)]
 
 
 # ---- pruning -------------------------------------------------------------------------------------
-def test_the_worked_example_frees_the_two_smallest() -> None:
+def test_worked_example_frees_the_two_smallest_weights() -> None:
     weight = torch.tensor([0.1, -0.5, 0.3, -0.2])
     assert smallest(weight, torch.ones(4, dtype=torch.bool), 0.5).tolist() == [0, 3]
 
 
-def test_equal_weights_are_freed_in_order_and_never_more_than_asked() -> None:
+def test_ties_are_freed_in_order_without_exceeding_the_share() -> None:
     weight = torch.full((2, 4), 0.1)
     weight[0, 1] = -0.1
     everyone = torch.ones(2, 4, dtype=torch.bool)
@@ -121,7 +120,7 @@ def test_equal_weights_are_freed_in_order_and_never_more_than_asked() -> None:
     ("count", "share", "freed"),
     [(3, 0.1, 0), (4, 0.1, 0), (10, 0.75, 8), (7, 0.5, 4), (0, 0.5, 0), (1, 0.99, 1)],
 )
-def test_exactly_the_rounded_share_is_freed_also_where_that_is_none(
+def test_exactly_the_rounded_share_is_freed_even_if_zero(
     count: int, share: float, freed: int
 ) -> None:
     among = torch.zeros(12, dtype=torch.bool)
@@ -131,7 +130,7 @@ def test_exactly_the_rounded_share_is_freed_also_where_that_is_none(
     assert all(bool(among[i]) for i in chosen.tolist())
 
 
-def test_only_what_the_task_owns_is_given_back_in_every_layer_alike() -> None:
+def test_each_layer_frees_its_share_of_the_tasks_own_weights() -> None:
     _, (first,) = stream([ONE], prune=0.5)
     _, second = learn(TWO, first, prune=0.25)
     for site, before in owners(first).items():
@@ -153,21 +152,21 @@ def test_each_layer_keeps_its_largest_weights() -> None:
         assert torch.equal(weight, before[site].masked_fill(free, 0))
 
 
-def test_the_worked_shares_of_four_tasks() -> None:
+def test_weight_shares_of_four_tasks_match_worked_example() -> None:
     _, carried = stream(TASKS, prune=[0.5, 0.75, 0.75, "none"])
     assert shares(carried[-1]) == pytest.approx([0, 0.5, 0.125, 0.0938, 0.2812], abs=2e-3)
     for at, free in enumerate([0.5, 0.375, 0.28125, 0.0]):
         assert shares(carried[at])[FREE] == pytest.approx(free, abs=2e-3)
 
 
-def test_the_same_shares_where_the_base_is_the_first_of_the_four() -> None:
+def test_weight_shares_match_if_the_base_is_the_first_task() -> None:
     _, carried = stream(
         [ONE, TWO, THREE], base_mode="prune_only", base_prune=0.5, prune=[0.75, 0.75, None]
     )
     assert shares(carried[-1]) == pytest.approx([0, 0.5, 0.125, 0.0938, 0.2812], abs=2e-3)
 
 
-def test_owners_stay_once_they_are_set() -> None:
+def test_owners_of_weights_never_change_once_set() -> None:
     _, carried = stream([ONE, TWO, THREE], prune=0.5)
     for before, after in pairwise(carried):
         for site, owner in owners(before).items():
@@ -175,9 +174,9 @@ def test_owners_stay_once_they_are_set() -> None:
             assert bool((owners(after)[site] <= after.meta["owner"]).all())
 
 
-# ---- what stays ----------------------------------------------------------------------------------
+# ---- unchanged answers and weights ---------------------------------------------------------------
 def forgotten(optimizer: str, **settings: Any) -> list[str]:
-    """Tasks of a stream of three whose answers moved after any later task."""
+    """Return the tasks in a stream of three with answers that changed after any later task."""
     states, carried = stream([ONE, TWO, THREE], optimizer, **settings)
     right = [
         answers(served(states[: at + 1], carried[at], **settings), task)
@@ -198,14 +197,14 @@ def forgotten(optimizer: str, **settings: Any) -> list[str]:
     [{}, {"per_task_affine": True}, {"base_mode": "prune_only"}],
     ids=["plain", "affine", "base"],
 )
-def test_old_answers_stay_to_the_bit_after_every_later_task(
+def test_old_answers_stay_bit_identical_after_every_later_task(
     optimizer: str, settings: dict[str, Any]
 ) -> None:
     assert forgotten(optimizer, prune=0.5, **settings) == []
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_without_restoring_weight_decay_makes_it_forget(
+def test_weight_decay_causes_forgetting_without_restoring_locked_weights(
     optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
@@ -213,14 +212,16 @@ def test_without_restoring_weight_decay_makes_it_forget(
 
 
 @OF_ANY
-def test_without_any_lock_it_forgets(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_old_tasks_are_forgotten(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     monkeypatch.setattr(Protector, "gate", lambda self: None)
     assert forgotten(optimizer, prune=0.5)
 
 
 def gradients_stay_inside(method: PackNet, task: Task, step: str, carried: Carried) -> bool:
-    """Clipping sees the gradient of the task's own weights only, and there is some."""
+    """Return whether the task's own weights have a gradient, and no other weights have one."""
     for at in each_step(method, begun(method, task, step, carried), task, STEPS):
         for site, weight in method.sites.items() if at % 2 == 0 else ():
             gradient = weight.grad
@@ -238,7 +239,7 @@ def test_only_the_tasks_own_weights_have_a_gradient(monkeypatch: pytest.MonkeyPa
 
 
 @OF_ANY
-def test_weights_of_others_stay_and_free_ones_are_zero_after_every_step(optimizer: str) -> None:
+def test_foreign_weights_stay_fixed_and_free_weights_stay_zero(optimizer: str) -> None:
     _, (first,) = stream([ONE], optimizer, prune=0.5)
     carried = first
     for step in ("train", "prune", "retrain"):
@@ -254,11 +255,11 @@ def test_weights_of_others_stay_and_free_ones_are_zero_after_every_step(optimize
             assert all(
                 not torch.equal(weight, weights_before[site])
                 for site, weight in method.sites.items()
-            ), "and its own are trained"
+            ), "the task's own weights must be trained"
         carried = method.finish()[1]
 
 
-def test_what_is_no_weight_stays_that_of_the_backbone() -> None:
+def test_biases_norms_and_embeddings_stay_those_of_the_backbone() -> None:
     _, carried = stream([ONE, TWO], prune=0.5)
     start, now = BACKBONE.state_dict(), under("backbone", carried[-1])
     other_tensors = packnet().others
@@ -273,7 +274,7 @@ def test_what_is_no_weight_stays_that_of_the_backbone() -> None:
     assert all(torch.equal(start[name], now[name]) for name in other_tensors)
 
 
-def test_serving_an_earlier_task_writes_nothing_into_the_weights() -> None:
+def test_serving_an_earlier_task_does_not_change_the_weights() -> None:
     states, carried = stream([ONE, TWO], prune=0.5)
     method = served(states, carried[-1])
     before, last = compute_digest(method.backbone), answers(method, TWO)
@@ -283,18 +284,18 @@ def test_serving_an_earlier_task_writes_nothing_into_the_weights() -> None:
     whole = {f"{site}.weight": weight for site, weight in method.sites.items()}
     method.active_task, method.weight_overrides = None, whole
     assert not torch.equal(first, method.heads["one"](method.features(images())).detach()), (
-        "it is not answered by all weights"
+        "the first task must not be served with all weights"
     )
 
 
-def test_a_step_leaves_what_it_was_handed_alone() -> None:
+def test_steps_do_not_change_the_carried_state_they_receive() -> None:
     _, (first,) = stream([ONE], prune=0.5)
     before = first.to_bytes()
     learn(TWO, first, prune=0.5)
     assert first.to_bytes() == before
 
 
-# ---- where tasks start ---------------------------------------------------------------------------
+# ---- start of tasks ------------------------------------------------------------------------------
 def test_later_packnet_tasks_start_from_zeros() -> None:
     method = packnet()
     begun(method, ONE, "train", None)
@@ -309,7 +310,7 @@ def test_later_packnet_tasks_start_from_zeros() -> None:
     assert method.metrics() == pytest.approx({"own": 0.5, "used": 1, "free": 0}, abs=2e-3)
 
 
-def test_the_base_keeps_its_largest_weights_where_it_is_only_pruned() -> None:
+def test_prune_only_base_keeps_its_largest_weights() -> None:
     method = packnet(base_mode="prune_only", base_prune=0.5)
     base = TaskState(
         "base", BASE.classes, "base", method.backbone_digest, head=nn.Linear(16, 2).state_dict()
@@ -326,7 +327,9 @@ def test_the_base_keeps_its_largest_weights_where_it_is_only_pruned() -> None:
         assert torch.equal(
             base_answers, answers(served([base], carried, base_mode="prune_only"), BASE)
         )
-    assert not torch.equal(base_answers, answers_of_backbone(base)), "pruning has a price"
+    assert not torch.equal(base_answers, answers_of_backbone(base)), (
+        "pruning must change the answers"
+    )
 
 
 def answers_of_backbone(base: TaskState) -> Tensor:
@@ -337,7 +340,7 @@ def answers_of_backbone(base: TaskState) -> Tensor:
 
 
 @OF_ANY
-def test_the_base_is_pruned_and_trained_again_with_its_norms_and_then_stays(optimizer: str) -> None:
+def test_prune_retrain_base_trains_all_parameters_and_then_stays_fixed(optimizer: str) -> None:
     settings: dict[str, Any] = {"base_mode": "prune_retrain", "base_prune": 0.5, "prune": 0.75}
     assert [step.name for step in PackNet.steps_for(PackNetSettings(**settings), -1)] == [
         "prune",
@@ -365,7 +368,7 @@ def test_the_base_is_pruned_and_trained_again_with_its_norms_and_then_stays(opti
     )
 
 
-def test_a_task_keeps_its_own_copies_of_what_is_no_weight() -> None:
+def test_per_task_affine_copies_biases_norms_and_embeddings() -> None:
     states, carried = stream([ONE, TWO], prune=0.5, per_task_affine=True)
     names = packnet().others
     for state in states:
@@ -385,7 +388,7 @@ def test_a_task_keeps_its_own_copies_of_what_is_no_weight() -> None:
 
 # ---- steps, settings, sizes ----------------------------------------------------------------------
 @pytest.mark.parametrize("step", ["prune", "retrain"])
-def test_head_and_copies_go_on_from_the_step_before(step: str) -> None:
+def test_head_and_copies_continue_from_the_previous_step(step: str) -> None:
     method = packnet(per_task_affine=True)
     train(method, begun(method, ONE, "train", None), ONE, STEPS)
     state, carried = method.finish()
@@ -404,7 +407,7 @@ def test_head_and_copies_go_on_from_the_step_before(step: str) -> None:
 
 
 @pytest.mark.parametrize("prune", [0.5, ["none"]], ids=["retrain", "train"])
-def test_the_last_step_hands_weights_and_owners_on_and_nothing_else(prune: Any) -> None:
+def test_last_step_carries_only_weights_and_owners(prune: Any) -> None:
     state, carried = learn(ONE, None, prune=prune, per_task_affine=True)
     assert {name.split("/")[0] for name in carried.tensors} == {"backbone", "owners"}
     assert state.masks == state.tokens == {}
@@ -425,7 +428,7 @@ def test_packnet_without_pruning_has_one_step() -> None:
     assert served([], carried[-1]).warnings() == []
 
 
-def test_a_list_that_is_too_short_says_so() -> None:
+def test_prune_list_shorter_than_the_stream_is_refused() -> None:
     with pytest.raises(
         UserError, match="`prune` has 2 shares and the stream a task 3; list one per task"
     ):
@@ -433,12 +436,12 @@ def test_a_list_that_is_too_short_says_so() -> None:
 
 
 @pytest.mark.parametrize("prune", [0, 1, 1.5, "none", True, [0.5, 2], ["all"], None])
-def test_a_share_that_is_none_is_refused(prune: Any) -> None:
+def test_invalid_prune_share_is_refused(prune: Any) -> None:
     with pytest.raises(ValueError, match="lies between 0 and 1"):
         PackNetSettings(prune=prune)
 
 
-def test_the_owner_map_is_never_overrun() -> None:
+def test_more_tasks_than_owner_numbers_are_refused() -> None:
     carried = learn(ONE, None)[1]
     carried.meta |= {"owner": MAX_OWNERS - 1}
     method = packnet()
@@ -451,7 +454,7 @@ def test_the_owner_map_is_never_overrun() -> None:
         begun(packnet(), TWO, "train", carried)
 
 
-def test_masks_for_display_are_what_a_task_is_served_with() -> None:
+def test_display_masks_match_the_weights_that_serve_a_task() -> None:
     states, carried = stream([ONE, TWO], prune=0.5)
     first, second = (
         PackNet.display_masks(state, handed) for state, handed in zip(states, carried, strict=True)
@@ -464,9 +467,9 @@ def test_masks_for_display_are_what_a_task_is_served_with() -> None:
     assert PackNet.display_masks(TaskState("base", BASE.classes, "base", ""), carried[0]) == {}
 
 
-def test_sizes_are_those_of_the_reference() -> None:
-    """One byte of owner per weight, 5,455,872 on DeiT-Ti, for all tasks together; a task costs its
-    head."""
+def test_stored_sizes_match_the_reference() -> None:
+    """The owners take one byte per weight for all tasks together (5,455,872 on DeiT-Ti), and a task
+    adds its head."""
     method = PackNet(
         build(BackboneSettings(options={"weight_init": "skip"})), PackNetSettings(), seed=0
     )
@@ -480,9 +483,9 @@ def test_sizes_are_those_of_the_reference() -> None:
     )
 
 
-def test_what_pruning_does_to_the_accuracy_is_measured(lab: Lab) -> None:
-    """On held-out images, between the last epoch of `train` and the first of `retrain`; nothing
-    counts as trained there."""
+def test_accuracy_after_pruning_is_measured(lab: Lab) -> None:
+    """`prune` measures held-out images after the last epoch of `train` and before `retrain`, and
+    nothing counts as trained there."""
     run = lab.run("packnet")
     prune = run.artifact(run.stages(0)[1])
     (row,) = history(prune)

@@ -1,5 +1,4 @@
-"""Kept and streamed pictures are the same to the bit, whatever their sides; what a disk does to
-those that are kept changes no sample."""
+"""Tests of kept pictures: samples equal streamed ones to the bit, also after damage on the disk."""
 
 from __future__ import annotations
 
@@ -27,11 +26,11 @@ from workers.errors import UserError
 from workers.job import Interpolation
 
 FORMS = ("JPEG", "PNG", "WEBP")
-LONGEST = 24  # three times the side of the tests' input
+LONGEST = 24  # three times the input side in these tests
 
 
 def draw_mixed(record: str) -> bytes:
-    """A file whose sides, form and pixels follow from its record's name; some are long."""
+    """Return an image with sides, format and pixels derived from the record name; some are long."""
     generator = np.random.default_rng([*record.encode()])
     height, width = generator.integers(3, 70, 2).tolist()
     noise = generator.integers(0, 256, (height, width, 3), np.uint8)
@@ -63,7 +62,7 @@ CROPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("crop", CROPS)
 @pytest.mark.parametrize("cached", [False, True], ids=["memory", "cache"])
-def test_what_is_kept_decoded_gives_the_bits_of_what_is_streamed(
+def test_resident_and_streamed_images_give_identical_samples(
     crop: str, cached: bool, root: Path, tmp_path: Path
 ) -> None:
     tasks = (SHAPES, COLOURS)
@@ -75,9 +74,7 @@ def test_what_is_kept_decoded_gives_the_bits_of_what_is_streamed(
 
 
 @pytest.mark.parametrize("crop", CROPS)
-def test_evaluation_sees_the_same_whatever_is_kept_and_however_training_crops(
-    crop: str, root: Path
-) -> None:
+def test_evaluation_does_not_depend_on_storage_or_training_crops(crop: str, root: Path) -> None:
     expected = [b.images for b in feed_of(root, "resident", training=False).evaluate(4)]
     for kind in ("resident", "streamed"):
         feed = feed_of(root, kind, training=False, data=CROPS[crop])
@@ -85,7 +82,7 @@ def test_evaluation_sees_the_same_whatever_is_kept_and_however_training_crops(
             assert torch.equal(batch.images, images)
 
 
-def test_interpolation_is_the_backbones_whatever_is_kept(root: Path, tmp_path: Path) -> None:
+def test_cached_images_use_the_interpolation_of_the_backbone(root: Path, tmp_path: Path) -> None:
     def images(kind: str, interpolation: Interpolation, cache: str = "") -> list[bytes]:
         feed = feed_of(root, kind, training=False, cache=cache, interpolation=interpolation)
         return [batch.images.numpy().tobytes() for batch in feed.evaluate(4)]
@@ -98,7 +95,7 @@ def test_interpolation_is_the_backbones_whatever_is_kept(root: Path, tmp_path: P
     assert images("streamed", "bilinear") == bilinear
 
 
-def test_a_longest_side_changes_the_samples_of_longer_images_alone(root: Path) -> None:
+def test_longest_side_changes_only_samples_of_longer_images(root: Path) -> None:
     def images(longest_side: int | None) -> list[bytes]:
         data = {"crop": "resized", "longest_side": longest_side}
         steps = samples([feed_of(root, "streamed", data=data)])
@@ -145,7 +142,7 @@ def test_damaged_picture_file_is_written_again(root: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.97])
-def test_a_flipped_bit_changes_no_sample_and_is_mended(
+def test_flipped_bit_changes_no_sample_and_is_repaired(
     share: float, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     cache = tmp_path / "cache"
@@ -163,11 +160,11 @@ def test_a_flipped_bit_changes_no_sample_and_is_mended(
     assert file.read_bytes() == whole
 
 
-def test_a_disk_that_keeps_nothing_is_a_sentence(
+def test_disk_that_returns_wrong_bytes_gives_a_user_error(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resized_feed(root, tmp_path / "cache")
-    feed = resized_feed(root, tmp_path / "cache")  # reads what another one wrote
+    feed = resized_feed(root, tmp_path / "cache")  # reads the file that the first one wrote
     with monkeypatch.context() as patch:
         patch.setattr(Blocks, "_is_whole", lambda blocks, row: False)
         with pytest.raises(UserError, match="gives back other bytes than were written"):
@@ -177,7 +174,7 @@ def test_a_disk_that_keeps_nothing_is_a_sentence(
         resized_feed(root, tmp_path / "other")
 
 
-def test_each_image_is_decoded_once_and_its_sides_are_those_of_the_original(
+def test_each_image_is_decoded_once_with_its_original_size(
     table: SampleTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[int] = []
@@ -198,7 +195,7 @@ def test_each_image_is_decoded_once_and_its_sides_are_those_of_the_original(
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
-def test_memory_that_is_used_again_overwrites_no_picture(
+def test_reused_memory_does_not_overwrite_pictures(
     table: SampleTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_cache: bool
 ) -> None:
     monkeypatch.setattr(pictures, "CHUNK", 1)
@@ -210,7 +207,7 @@ def test_memory_that_is_used_again_overwrites_no_picture(
         assert np.array_equal(picture.pixels, expected.pixels), row
 
 
-def test_room_is_made_as_the_file_grows(
+def test_older_cache_files_are_deleted_as_the_file_grows(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.data.cache.GROWTH", 1000)
@@ -224,7 +221,7 @@ def test_room_is_made_as_the_file_grows(
     assert size <= int((cache / "room.lock").read_text()) <= size + 2000
 
 
-def test_a_full_disk_says_that_fewer_may_be_kept(
+def test_full_disk_error_suggests_keeping_fewer_images(
     table: SampleTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -236,7 +233,7 @@ def test_a_full_disk_says_that_fewer_may_be_kept(
     assert not list((tmp_path / "cache").glob("*.p*"))
 
 
-def test_what_is_kept_is_told_from_the_pixels_of_some_images(
+def test_decoded_size_is_estimated_only_if_bounds_cannot_decide(
     table: SampleTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = [read_picture(table.read_bytes(row), LONGEST).pixels.nbytes for row in range(17)]
@@ -248,7 +245,7 @@ def test_what_is_kept_is_told_from_the_pixels_of_some_images(
 
 
 @pytest.mark.parametrize("fed", ["resident", "streamed"])
-def test_threads_of_later_epochs_use_the_memory_of_earlier_ones(
+def test_later_epochs_reuse_the_memory_of_earlier_threads(
     root: Path, monkeypatch: pytest.MonkeyPatch, fed: str
 ) -> None:
     made: list[ImageMaker] = []
@@ -267,7 +264,7 @@ def test_threads_of_later_epochs_use_the_memory_of_earlier_ones(
 
 
 @pytest.mark.parametrize("threads", [1, 3, 16])
-def test_samples_and_their_copies_share_a_job(threads: int) -> None:
+def test_repeated_rows_are_in_the_same_job(threads: int) -> None:
     rows = np.random.default_rng(threads).integers(0, 40, 130)
     jobs = split_chunks(rows, threads)
     assert sorted(np.concatenate(jobs).tolist()) == list(range(130))

@@ -1,5 +1,4 @@
-"""Piggyback: the reference's worked numbers and invariants, its masks as trained, stored and
-served."""
+"""Tests of Piggyback: worked numbers and invariants, and masks as trained, stored and served."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def piggyback(**settings: Any) -> Piggyback:
 
 
 def scores(method: Piggyback, site: str) -> nn.Parameter:
-    """The real values that a mask is thresholded from."""
+    """Return the real values that are thresholded to a mask."""
     return method.masks[site].get_parameter("scores")
 
 
@@ -49,7 +48,7 @@ def gradient_of(tensor: Tensor) -> Tensor:
 
 
 def gradients(method: Piggyback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Of one step, by site: of the masked weights, and of the real values."""
+    """Return the gradients of one step by site: of the masked weights, and of the real values."""
     begun(method)
     loss, _ = method.loss(batch(), PROGRESS)
     for weight in method.weight_overrides.values():
@@ -62,7 +61,7 @@ def gradients(method: Piggyback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 # ---- the equations -------------------------------------------------------------------------------
-def test_an_entry_is_kept_above_theta_only_and_turned_round_below_zero() -> None:
+def test_threshold_keeps_entries_above_theta_and_ternary_negates_negative_ones() -> None:
     values = torch.tensor([-0.3, 0.0, 5e-3, 5.1e-3, -1e-9, 0.2])
     assert Threshold(values, 5e-3).hard().tolist() == [False, False, False, True, False, True]
     assert Threshold(values, 5e-3, ternary=True).hard().tolist() == [-1, 0, 0, 1, -1, 1]
@@ -78,8 +77,8 @@ def test_an_entry_is_kept_above_theta_only_and_turned_round_below_zero() -> None
         assert torch.equal(mask.sample().detach(), mask.hard().float())
 
 
-def test_the_gradient_of_a_real_value_is_that_of_its_mask_entry() -> None:
-    """dL/dM = (delta x^T) .* W, whether the entry is on or off; worked by hand for y = (M .* W) x
+def test_score_gradient_equals_mask_entry_gradient() -> None:
+    """dL/dM = (delta x^T) .* W, for entries that are on or off. Computed by hand for y = (M .* W) x
     and L = delta . y."""
     weight, x, delta = (
         torch.tensor([[1.0, -2.0], [3.0, 0.5]]),
@@ -97,14 +96,14 @@ def test_piggyback_gradient_is_masked_gradient_times_weight(
 ) -> None:
     method = piggyback(ternary=ternary)
     effective, real = gradients(method)
-    assert len(real) == 9  # patch embedding and four layers in each of two blocks
+    assert len(real) == 9  # patch embedding, and four layers in each of two blocks
     for site, gradient in real.items():
         assert torch.equal(gradient, effective[site] * method.sites[site])
         assert bool((gradient != 0).any()), site
 
 
 @pytest.mark.parametrize("ternary", [False, True])
-def test_a_new_mask_gives_the_logits_of_the_plain_backbone_bit_for_bit(ternary: bool) -> None:
+def test_new_mask_reproduces_plain_backbone_logits_bit_for_bit(ternary: bool) -> None:
     method = piggyback(ternary=ternary)
     begun(method)
     with torch.no_grad():
@@ -118,7 +117,7 @@ def test_a_new_mask_gives_the_logits_of_the_plain_backbone_bit_for_bit(ternary: 
     assert torch.equal(answers(fresh), want)
 
 
-def test_real_values_start_where_the_settings_say() -> None:
+def test_scores_start_as_the_init_setting_says() -> None:
     ones, uniform, weights = (piggyback(init=init) for init in ("ones", "uniform", "weights"))
     for method in (ones, uniform, weights):
         begun(method)
@@ -150,11 +149,11 @@ def test_piggyback_auto_rate_is_independent_of_steps() -> None:
 
 
 def test_piggyback_auto_rate_matches_paper() -> None:
-    """1e-4 for 15 epochs of about 190 steps, a tenth of it for 15 more."""
+    """The paper uses 1e-4 for 15 epochs of about 190 steps, and a tenth of it for 15 more."""
     assert 2e-5 < piggyback().rate("blocks.0.attn.qkv", OptimPlan(1e-3, 0, 32, 16.5 * 190)) < 1e-4
 
 
-def test_real_values_are_not_decayed_and_nothing_but_masks_and_head_is_trained() -> None:
+def test_only_undecayed_masks_and_head_are_trained() -> None:
     groups = begun(piggyback())
     assert [g["name"] for g in groups] == ["head.weight", "head.bias", "masks"]
     assert groups[2]["weight_decay"] == 0
@@ -163,27 +162,27 @@ def test_real_values_are_not_decayed_and_nothing_but_masks_and_head_is_trained()
     )
     layers = [g for g in begun(piggyback(init="weights")) if g["name"] == "masks"]
     assert len({g["lr"] for g in layers}) == len(layers) == 9, (
-        "with init weights each layer has its own way to the threshold"
+        "with init `weights`, each layer has its own distance to the threshold"
     )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("ternary", [False, True])
-def test_the_backbone_and_the_answers_on_an_earlier_task_stay(
+def test_training_another_task_keeps_backbone_and_earlier_answers(
     optimizer: Any, ternary: bool
 ) -> None:
     method = piggyback(ternary=ternary, mask_lr=60.0 if optimizer == "sgd" else "auto")
     method.load_task(trained(method, ONE, optimizer))
     before = answers(method)
     trained(method, TWO, optimizer)
-    assert method.metrics()["density"] < 0.98, "an empty training would keep them too"
+    assert method.metrics()["density"] < 0.98, "training without effect would also keep the answers"
     assert torch.equal(answers(method), before)
     assert compute_digest(method.backbone) == method.backbone_digest
     assert method.logits(images(), "two").shape == (8, 3)
 
 
-def test_masking_in_place_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutation that the test above is for: masks multiplied into the shared weights."""
+def test_in_place_masking_changes_earlier_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutation that the test above must find: masks are multiplied into the shared weights."""
 
     def in_place(weight: Tensor, mask: Tensor) -> Tensor:
         return weight.data.mul_(mask) if not mask.requires_grad else weight * mask
@@ -198,7 +197,7 @@ def test_masking_in_place_would_be_found_out(monkeypatch: pytest.MonkeyPatch) ->
     assert compute_digest(method.backbone) != method.backbone_digest
 
 
-def test_dividing_gradients_by_the_weights_is_done_per_layer_or_per_entry() -> None:
+def test_gradients_are_divided_by_weights_per_layer_or_entry() -> None:
     plain, layer, entry = (piggyback(scale_gradients=how) for how in ("none", "layer", "entry"))
     for method in (plain, layer, entry):
         with torch.no_grad():
@@ -240,16 +239,16 @@ def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32() -> None:
         assert gradient.isfinite().all()
 
 
-def test_masks_that_never_switch_anything_off_are_reported() -> None:
+def test_masks_without_switched_off_entries_are_reported() -> None:
     still = piggyback(mask_lr=1e-9)
     trained(still)
     assert "no mask entry was switched off" in still.warnings()[0]
     with torch.no_grad():
         scores(still, "blocks.1.mlp.fc2")[0, 0] = 0.0
-    assert still.warnings() == [], "one entry of one layer is something"
+    assert still.warnings() == [], "one switched-off entry is enough"
 
 
-def test_a_task_that_is_trained_anew_is_served_as_training_has_it() -> None:
+def test_retrained_task_is_served_with_current_training_masks() -> None:
     method = piggyback()
     method.load_task(trained(method))
     begun(method)
@@ -257,15 +256,15 @@ def test_a_task_that_is_trained_anew_is_served_as_training_has_it() -> None:
         assert torch.equal(answers(method), method.heads["one"](vit()(images())))
 
 
-# ---- what is stored and served -------------------------------------------------------------------
+# ---- storage and serving -------------------------------------------------------------------------
 @pytest.mark.parametrize("ternary", [False, True])
-def test_the_stored_bits_give_the_answers_of_the_real_values(ternary: bool) -> None:
+def test_stored_masks_reproduce_answers_of_trained_scores(ternary: bool) -> None:
     method = piggyback(ternary=ternary, mask_travel=10.0)
     state = trained(method)
     assert 0.1 < method.metrics()["density"] < 0.98
     minus = sum(int(m.sum()) for name, m in state.masks.items() if name.endswith(".minus"))
     assert (minus > 100) == ternary
-    server = piggyback()  # binary by its settings: a state says itself what it is
+    server = piggyback()  # binary settings: the state determines its kind
     server.load_task(TaskState.from_bytes(state.to_bytes()))
     assert torch.equal(answers(server), answers(method))
     with torch.no_grad():
@@ -274,7 +273,7 @@ def test_the_stored_bits_give_the_answers_of_the_real_values(ternary: bool) -> N
     assert torch.equal(answers(server), trained_form)
 
 
-def test_a_task_is_the_same_whatever_was_trained_before_it() -> None:
+def test_task_state_does_not_depend_on_earlier_tasks() -> None:
     alone, after = piggyback(), piggyback()
     trained(after, TWO)
     assert trained(alone).to_bytes() == trained(after).to_bytes()
@@ -287,7 +286,7 @@ def test_a_task_is_the_same_whatever_was_trained_before_it() -> None:
         assert torch.equal(answers(server, task), answers(fresh, task))
 
 
-def test_a_base_task_is_served_by_the_plain_weights_between_masked_ones() -> None:
+def test_plain_backbone_serves_base_task_between_masked_tasks() -> None:
     method = piggyback()
     method.load_task(trained(method))
     method.load_task(
@@ -329,7 +328,7 @@ def test_the_stored_size_is_a_bit_per_weight_or_two(ternary: bool, bits: int) ->
     }
 
 
-# ---- people's mistakes ---------------------------------------------------------------------------
+# ---- user errors ---------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("settings", "train", "message"),
     [
@@ -352,7 +351,7 @@ def test_the_stored_size_is_a_bit_per_weight_or_two(ternary: bool, bits: int) ->
         ),
     ],
 )
-def test_settings_that_cannot_work_together_are_refused_with_the_reason(
+def test_conflicting_settings_are_refused_with_reason(
     settings: Any, train: Any, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -361,7 +360,7 @@ def test_settings_that_cannot_work_together_are_refused_with_the_reason(
         )
 
 
-def test_settings_that_work_are_let_through() -> None:
+def test_compatible_settings_are_accepted() -> None:
     for settings, train in (
         ({}, {}),
         ({"mask_lr": 1e-4, "scale_gradients": "layer"}, {"optimizer": "sgd"}),
@@ -372,7 +371,7 @@ def test_settings_that_work_are_let_through() -> None:
         )
 
 
-def test_mistakes_get_a_sentence() -> None:
+def test_invalid_theta_and_mismatched_states_are_refused() -> None:
     with pytest.raises(
         UserError,
         match=r"init is 'weights' with theta 0.5, but the mean \|W\| of patch_embed.proj is 0.16: "

@@ -1,4 +1,4 @@
-"""Modules and packages of other people: which are loaded, and what a file can require."""
+"""Tests of plugins: which modules and packages are loaded, and what a file can require."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("clean_registry")
 
 @pytest.fixture(autouse=True)
 def _search_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in an empty folder, with no plugin, and restore what `add_plugin` changes."""
+    """Work in an empty folder without plugins, and undo the changes of `add_plugin`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     monkeypatch.setenv(plugins.VARIABLE, "")
@@ -80,7 +80,7 @@ def config(**values: Any) -> dict[str, Any]:
 
 
 # ---- installed packages --------------------------------------------------------------------------
-def test_a_method_of_an_installed_package_is_known_by_its_entry_point(tmp_path: Path) -> None:
+def test_method_of_an_installed_package_is_found_by_entry_point(tmp_path: Path) -> None:
     install(tmp_path, SOURCE, "square = my_package:Square")
     registration.load_plugins()
     assert METHODS["square"].__module__ == "my_package"
@@ -103,7 +103,7 @@ def test_a_method_of_an_installed_package_is_known_by_its_entry_point(tmp_path: 
         (SOURCE, "cube = my_package:Square", "its class is named 'square'; give the entry point"),
     ],
 )
-def test_a_broken_package_stops_only_those_who_use_it(
+def test_broken_package_fails_only_configs_that_use_it(
     source: str, entries: str, words: str, tmp_path: Path
 ) -> None:
     install(tmp_path, source, entries)
@@ -117,8 +117,8 @@ def test_a_broken_package_stops_only_those_who_use_it(
     assert words in str(e.value)
 
 
-def test_a_package_that_takes_the_name_of_a_method_of_accrete_is_listed(tmp_path: Path) -> None:
-    """Its method is not used, and nobody who asks for `meat` would see an error."""
+def test_plugin_cannot_replace_a_built_in_method(tmp_path: Path) -> None:
+    """The package's method is not used, and requests for `meat` show no error."""
     meat = METHODS["meat"]
     install(tmp_path, SOURCE.replace('"square"', '"meat"'), "meat = my_package:Square")
     registration.load_plugins()
@@ -128,7 +128,7 @@ def test_a_package_that_takes_the_name_of_a_method_of_accrete_is_listed(tmp_path
     assert "which is a method of Accrete" in line
 
 
-def test_an_entry_point_of_another_name_leaves_the_method_of_that_name(
+def test_misnamed_entry_point_does_not_replace_the_named_method(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     square, other = (type("Square", (Method,), {"name": "square"}) for _ in range(2))
@@ -139,13 +139,13 @@ def test_an_entry_point_of_another_name_leaves_the_method_of_that_name(
     assert "its class is named 'square'" in registration.BROKEN["cube"]
 
 
-def test_a_printed_command_names_the_plugin(tmp_path: Path) -> None:
+def test_printed_commands_include_the_plugin_option(tmp_path: Path) -> None:
     (tmp_path / "my_methods.py").write_text(REGISTERED)
     plugins.add_plugin("my_methods")
     assert this_command().endswith(" --plugin my_methods")
 
 
-def test_a_name_that_two_packages_have_is_nobodys(tmp_path: Path) -> None:
+def test_method_name_of_two_packages_is_unusable(tmp_path: Path) -> None:
     install(tmp_path, SOURCE, "square = my_package:Square")
     install(tmp_path, SOURCE, "square = my_other:Square", "my_other")
     registration.load_plugins()
@@ -155,7 +155,7 @@ def test_a_name_that_two_packages_have_is_nobodys(tmp_path: Path) -> None:
 
 
 # ---- modules -------------------------------------------------------------------------------------
-def test_a_plugin_is_imported_from_the_path_or_the_current_folder(tmp_path: Path) -> None:
+def test_plugin_is_imported_from_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "my_methods.py").write_text(REGISTERED)
     plugins.add_plugin("my_methods")
     plugins.add_plugin("my_methods")
@@ -174,7 +174,7 @@ def test_a_plugin_is_imported_from_the_path_or_the_current_folder(tmp_path: Path
         ("os;import sys", "is not a valid module name"),
     ],
 )
-def test_what_is_no_module_is_refused(module: str, words: str) -> None:
+def test_invalid_plugin_module_name_is_refused(module: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         plugins.add_plugin(module)
     assert not os.environ[plugins.VARIABLE]
@@ -188,9 +188,7 @@ def test_what_is_no_module_is_refused(module: str, words: str) -> None:
         ("import pipeline\npipeline.register(int)", "is not a method; decorate a class"),
     ],
 )
-def test_a_plugin_that_cannot_be_imported_is_named(
-    source: str | None, words: str, tmp_path: Path
-) -> None:
+def test_import_error_of_a_plugin_names_it(source: str | None, words: str, tmp_path: Path) -> None:
     if source is not None:
         (tmp_path / "my_methods.py").write_text(source)
     plugins.add_plugin("my_methods")
@@ -198,9 +196,9 @@ def test_a_plugin_that_cannot_be_imported_is_named(
         registration.load_plugins()
 
 
-# ---- files require, and load nothing -------------------------------------------------------------
+# ---- files only require plugins ------------------------------------------------------------------
 def test_a_config_loads_no_code(tmp_path: Path) -> None:
-    """Neither what it requires, nor what a file that it extends requires."""
+    """It loads neither the plugins that it requires, nor those that an extended file requires."""
     (tmp_path / "hostile.py").write_text(HOSTILE)
     sys.path.insert(0, str(tmp_path))
     base = config(plugins=["hostile"], methods={"linear": {}})
@@ -236,7 +234,7 @@ def test_a_bundle_loads_no_code(tmp_path: Path) -> None:
 
 # ---- commands ------------------------------------------------------------------------------------
 def accrete(folder: Path, *argv: str, code: int = 0) -> str:
-    """Run a command in a folder; return what it printed."""
+    """Run a command in a folder; return its output."""
     process = subprocess.run(
         [sys.executable, "-m", "pipeline", *argv],
         cwd=folder,
@@ -252,7 +250,7 @@ def accrete(folder: Path, *argv: str, code: int = 0) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
-def test_commands_run_bundle_and_ask_a_plugins_method(workers: int, tmp_path: Path) -> None:
+def test_commands_support_the_method_of_a_plugin(workers: int, tmp_path: Path) -> None:
     (tmp_path / "my_methods.py").write_text(REGISTERED)
     body = {
         "extends": str(CHECKOUT / "configs" / "streams" / "digits.yaml"),
@@ -275,7 +273,7 @@ def test_commands_run_bundle_and_ask_a_plugins_method(workers: int, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_search_runs_a_plugins_method(tmp_path: Path) -> None:
+def test_search_supports_the_method_of_a_plugin(tmp_path: Path) -> None:
     (tmp_path / "my_methods.py").write_text(REGISTERED)
     search = {
         "name": "rates",

@@ -1,5 +1,4 @@
-"""PODNet: the worked value of POD and what it does not see, the loss by hand, and its proxies in a
-stream."""
+"""Tests of PODNet: POD and its invariances, the loss, and proxies in a stream."""
 
 from __future__ import annotations
 
@@ -29,11 +28,11 @@ def some_maps(seed: int, height: int = 3, width: int = 3) -> Tensor:
     )
 
 
-def test_pod_has_the_worked_value() -> None:
+def test_pod_matches_worked_value_and_ignores_map_scale() -> None:
     a, b = torch.arange(1.0, 9).reshape(1, 2, 2, 2), torch.ones(1, 2, 2, 2)
     assert float(pod([a], [b])) == pytest.approx(0.64393019, abs=1e-6)
     assert float(pod([3 * a], [b])) == pytest.approx(0.64393019, abs=1e-6), (
-        "how large a map is has no part in it"
+        "the scale of a map has no effect"
     )
 
 
@@ -45,7 +44,7 @@ def test_pod_is_a_mean_over_blocks_and_images() -> None:
     assert float(pod([a, c], [b, d])) == pytest.approx(sum(one) / 4, abs=1e-6)
 
 
-def test_equal_maps_are_at_no_distance_and_get_a_gradient_of_zero() -> None:
+def test_equal_maps_have_zero_distance_and_zero_gradient() -> None:
     a = some_maps(0).requires_grad_()
     distance = pod([a], [a.detach()])
     distance.backward()
@@ -54,13 +53,17 @@ def test_equal_maps_are_at_no_distance_and_get_a_gradient_of_zero() -> None:
     assert a.grad.abs().max() == 0
 
 
-def test_sums_over_rows_do_not_see_their_order() -> None:
+def test_sums_over_rows_do_not_depend_on_row_order() -> None:
     a = some_maps(0, 3, 5)
     turned, pooled, pooled_turned = a[:, :, [2, 0, 1]], pool_axes(a), pool_axes(a[:, :, [2, 0, 1]])
     assert pooled.shape == (2, 4 * (3 + 5))
-    assert torch.allclose(pooled[:, :20], pooled_turned[:, :20], atol=1e-7), "of each column"
+    assert torch.allclose(pooled[:, :20], pooled_turned[:, :20], atol=1e-7), (
+        "sums over rows must not depend on their order"
+    )
     assert not torch.allclose(pooled[:, 20:], pooled_turned[:, 20:], atol=1e-2)
-    assert torch.allclose(pool_axes(-turned), pooled_turned, atol=1e-7), "squares"
+    assert torch.allclose(pool_axes(-turned), pooled_turned, atol=1e-7), (
+        "sums are of squares, so signs have no effect"
+    )
 
 
 POOLED = SMALL.model_copy(update={"options": {**SMALL.options, "global_pool": "avg", "depth": 3}})
@@ -70,7 +73,7 @@ T2T = BackboneSettings(
 
 
 @pytest.mark.parametrize("settings", [SMALL, POOLED, T2T], ids=["vit", "pooled", "t2t"])
-def test_maps_are_the_patch_tokens_of_all_blocks_but_the_last(settings: BackboneSettings) -> None:
+def test_maps_are_patch_tokens_of_all_but_last_block(settings: BackboneSettings) -> None:
     torch.manual_seed(0)
     vit: Any = build(settings).eval()
     images = torch.randn(2, 3, settings.img_size, settings.img_size)
@@ -117,7 +120,7 @@ def test_podnet_loss_is_nca_with_growing_distillation() -> None:
     )
 
 
-def test_the_first_task_of_all_is_nca_alone() -> None:
+def test_loss_of_first_task_is_only_nca() -> None:
     method = begun("podnet", A)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"nca"}
@@ -133,14 +136,14 @@ def test_the_first_task_of_all_is_nca_alone() -> None:
 
 
 @pytest.mark.parametrize("hinge", [True, False])
-def test_the_hinge_is_there_unless_it_is_turned_off(hinge: bool) -> None:
+def test_hinge_setting_keeps_loss_nonnegative(hinge: bool) -> None:
     method = begun("podnet", A, hinge=hinge, delta=0.0, scale=30.0)
     b = batch(A)
     b.labels = method.heads["a"].similarity(method.backbone(b.images)).argmax(1)
     assert (method.loss(b, START)[0].item() >= 0) == hinge
 
 
-def test_at_the_start_student_and_teacher_agree_and_gradients_are_finite() -> None:
+def test_initial_student_equals_teacher_and_gradients_are_finite() -> None:
     method = begun("podnet", A, B)
     loss, terms = method.loss(batch(A, B), START)
     loss.backward()
@@ -177,7 +180,7 @@ def test_entries_of_gradients_are_clamped() -> None:
 @pytest.mark.parametrize(
     ("step", "expected"), [("train", {"backbone", "scale", "b"}), ("finetune", {"scale", "a", "b"})]
 )
-def test_each_step_trains_its_part(step: str, expected: set[str]) -> None:
+def test_each_step_trains_only_its_parts(step: str, expected: set[str]) -> None:
     method = begun("podnet", A, B, step=step)
 
     def parts() -> dict[str, Any]:
@@ -196,7 +199,7 @@ def test_each_step_trains_its_part(step: str, expected: set[str]) -> None:
     } == expected
 
 
-def test_fine_tuning_is_nca_alone() -> None:
+def test_loss_of_fine_tuning_is_only_nca() -> None:
     assert begun("podnet", A, B, step="finetune").loss(batch(A, B), START)[1].keys() == {"nca"}
 
 
@@ -215,14 +218,14 @@ def test_podnet_has_proxies_and_finetunes_from_second_task(
     ]
     handed = [run.lab.finished[run.artifact(job).key][1].tensors for job in run.stages(1)]
     assert torch.equal(handed[0]["heads/two/weight"], run.state(0).head["weight"]), (
-        "frozen while training, bit for bit"
+        "old proxies must be frozen in `train`"
     )
     assert not torch.equal(handed[2]["heads/two/weight"], run.state(0).head["weight"])
 
 
 @pytest.mark.parametrize("base", [None, "two"])
 def test_imprinted_proxies_have_the_mean_length_of_old_ones(lab: Lab, base: str | None) -> None:
-    """At the end of a training of no epochs they are as they began."""
+    """After training with zero epochs, proxies have their initial values."""
     tasks = [
         {
             "card": str(lab.card),
@@ -245,7 +248,7 @@ def test_imprinted_proxies_have_the_mean_length_of_old_ones(lab: Lab, base: str 
         assert torch.allclose(old.norm(dim=2), torch.ones(2, 3), rtol=1e-5)
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- user errors ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("data", [{"mixup": 0.8}, {"cutmix": 1.0}, {"smoothing": 0.1}])
 def test_soft_targets_are_refused(data: dict[str, float]) -> None:
     with pytest.raises(UserError, match="set all three to 0"):

@@ -1,4 +1,4 @@
-"""Weights of all families as a start: those of timm's hub, and a person's own with their head."""
+"""Tests of pretrained weights of all families: from timm's hub, and own checkpoints with a head."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from workers.job import BackboneSettings, Task
 from workers.model import pretrained, vit
 
 CLASSES = 7
-# In the module of crossvit it is not a function of the module; its weights are taken as they are.
+# crossvit has no filter function at module level; its weights are used without a conversion.
 WITHOUT_FILTER = ("crossvit",)
 
 
 def own_weights(family: str, folder: Path) -> tuple[str, dict[str, Tensor]]:
-    """Write weights of a family's small model with a head, as a person's own training left them.
+    """Write a checkpoint of a family's small model with a head, as a user's own training would.
 
     Return the path and the tensors.
     """
@@ -41,7 +41,7 @@ def own_weights(family: str, folder: Path) -> tuple[str, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("family", SMALL)
-def test_a_fine_tuned_checkpoint_with_its_head_is_a_start(family: str, tmp_path: Path) -> None:
+def test_fine_tuned_checkpoint_loads_without_its_head(family: str, tmp_path: Path) -> None:
     path, tensors = own_weights(family, tmp_path)
     settings = BackboneSettings(**SMALL[family], weights=path)
     model = vit.build(settings)
@@ -56,9 +56,7 @@ def test_a_fine_tuned_checkpoint_with_its_head_is_a_start(family: str, tmp_path:
 
 
 @pytest.mark.parametrize("family", SMALL)
-def test_the_classifier_of_a_checkpoint_is_the_head_of_its_task(
-    family: str, tmp_path: Path
-) -> None:
+def test_checkpoint_classifier_becomes_the_head_of_its_task(family: str, tmp_path: Path) -> None:
     path, tensors = own_weights(family, tmp_path)
     settings = BackboneSettings(**SMALL[family], weights=path)
     backbone = vit.build(settings)
@@ -89,7 +87,7 @@ def test_the_classifier_of_a_checkpoint_is_the_head_of_its_task(
         ),
     ],
 )
-def test_a_classifier_that_does_not_serve_the_task_is_refused(
+def test_unsuitable_checkpoint_classifier_is_refused(
     change: Any, sentence: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
@@ -113,14 +111,14 @@ def test_positions_are_resampled_to_another_size(family: str, tmp_path: Path) ->
     assert len(same) > len(own) / 2
 
 
-def test_weights_of_another_architecture_are_one_sentence(tmp_path: Path) -> None:
+def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
     path, _ = own_weights("Swin", tmp_path)
     settings = BackboneSettings(**SMALL["EfficientNet"], weights=path)
     with pytest.raises(UserError, match=r"do not fit 'test_efficientnet'.*same architecture"):
         vit.load_weights(vit.build(settings), settings)
 
 
-def test_the_weights_of_timms_hub_are_those_of_the_tag(
+def test_hub_weights_of_a_timm_tag_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
@@ -137,12 +135,14 @@ def test_the_weights_of_timms_hub_are_those_of_the_tag(
     safetensors.torch.save_file(published, str(file))
     settings = BackboneSettings(name="lcnet_050.ra2_in1k", img_size=32, weights="hub")
     model = vit.build(settings)
-    assert vit.load_weights(model, settings) == [], "timm's own classifier is not worth a word"
+    assert vit.load_weights(model, settings) == [], (
+        "no warning about the classifier of timm's weights"
+    )
     own = model.state_dict()
     assert all(torch.equal(own[name], published[name]) for name in own)
 
 
-def test_a_run_from_own_weights_says_that_the_head_was_left_out(lab: Lab) -> None:
+def test_run_from_own_weights_warns_about_the_skipped_head(lab: Lab) -> None:
     path, _ = own_weights("ResNet", lab.folder)
     backbone = {"crop_pct": 1.0, **SMALL["ResNet"], "weights": path}
     run = lab.run_of("linear", {"epochs": 1}, backbone=backbone)
@@ -150,17 +150,17 @@ def test_a_run_from_own_weights_says_that_the_head_was_left_out(lab: Lab) -> Non
     assert [f"{CLASSES} classes) was left out" in text for text in warnings] == [True]
 
 
-def test_every_filter_of_published_weights_that_timm_has_is_known() -> None:
+def test_every_checkpoint_filter_of_timm_is_found() -> None:
     """Contract: timm keeps these functions in the modules of its models, under known names."""
     folder = Path(timm.__file__).parent / "models"
     for module in timm.list_modules():
         file = folder / f"{module}.py"
-        text = file.read_text() if file.exists() else ""  # those of our own are not there
+        text = file.read_text() if file.exists() else ""  # own modules are elsewhere
         if re.search(r"pretrained_filter_fn=\w", text) and module not in WITHOUT_FILTER:
             assert pretrained.find_filter(timm.list_models(module=module)[0]), module
 
 
-def test_a_layer_under_several_names_is_stored_under_each() -> None:
+def test_shared_layer_is_stored_under_each_of_its_names() -> None:
     """CoaT shares layers among its blocks."""
 
     def sharing() -> torch.nn.ModuleDict:

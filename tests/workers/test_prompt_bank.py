@@ -1,4 +1,4 @@
-"""Prompts that follow from a query: golden values, prefixes, invariants of their methods."""
+"""Tests of methods that choose prompts by a query: golden values, prefixes, and invariants."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def serve(name: str, states: list[TaskState], carried: Carried, **settings: Any)
 
 # ---- prefixes ------------------------------------------------------------------------------------
 def test_prefix_attention_has_the_golden_values() -> None:
-    """q (1,0), K (1,0) (0,1), V the same, P_k (2,0), P_v (5,5): one head of width 2."""
+    """One head of width 2 with q = (1,0), K = V = [(1,0), (0,1)], P_k = (2,0) and P_v = (5,5)."""
     attn = PrefixedAttention(2, num_heads=1)
     with torch.no_grad():
         attn.qkv.weight.copy_(torch.eye(2).repeat(3, 1))
@@ -97,7 +97,7 @@ def test_prefix_attention_has_the_golden_values() -> None:
     assert out[0, 0].tolist() == close(3.16387214, 3.01990597)
 
 
-def test_prefixes_stand_in_front_of_keys_and_values_of_each_image() -> None:
+def test_prefixes_are_prepended_to_keys_and_values_per_image() -> None:
     model = vit()
     sites = PrefixSites(model, [1])
     plain, prefix = model(images(3)), drawn(3, 2, 4, 32)
@@ -120,14 +120,14 @@ def test_prefixes_stand_in_front_of_keys_and_values_of_each_image() -> None:
     assert torch.allclose(prefixed, twin.norm(x)[:, 0], atol=1e-5)
 
 
-def test_a_backbone_without_plain_attention_gets_no_prefixes() -> None:
+def test_backbone_without_plain_attention_is_refused() -> None:
     with torch.device("meta"):
         convit = build(BackboneSettings(name="convit_local", img_size=32))
     with pytest.raises(UserError, match="block 0 of the backbone has no plain attention"):
         PrefixSites(convit, [0])
 
 
-# ---- what all of them promise --------------------------------------------------------------------
+# ---- invariants of all methods -------------------------------------------------------------------
 @pytest.mark.parametrize("name", BANKS)
 def test_an_answer_does_not_depend_on_the_batch(name: str) -> None:
     states, carried = learn_all(name)
@@ -142,7 +142,7 @@ def test_an_answer_does_not_depend_on_the_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BANKS)
-def test_a_step_computes_the_query_once_and_without_a_graph(name: str) -> None:
+def test_training_step_computes_the_query_once_without_gradients(name: str) -> None:
     method = make(name)
     begun(method)
     method.train()
@@ -206,7 +206,7 @@ def test_compiled_blocks_compute_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BANKS)
-def test_a_base_task_has_no_prompts(name: str) -> None:
+def test_base_task_is_refused(name: str) -> None:
     cls = METHODS[name]
     with pytest.raises(UserError, match=r"base task 'base'.*no prompts.*role `task`"):
         cls.check_backbone(cls.Settings(), vit(), (BASE, ONE))
@@ -237,10 +237,9 @@ def test_a_damaged_state_is_refused(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BANKS)
-def test_others_answer_as_before_after_a_task_is_removed(
-    lab: Lab, tmp_path: Path, name: str
-) -> None:
-    """With the task given bit for bit; without it the removed classes are gone."""
+def test_removing_a_task_does_not_change_other_answers(lab: Lab, tmp_path: Path, name: str) -> None:
+    """If the task is given, answers are bit-identical. Otherwise, the removed classes are not
+    predicted."""
     run = finished(lab, name, "class", epochs=1)
     folder = str(tmp_path / "model")
     run.bundle.write(folder)
@@ -290,7 +289,7 @@ def test_coda_starts_rows_orthonormal_to_all_earlier_ones() -> None:
     earlier = torch.tensor([[1.0, 0, 0, 1]]) / math.sqrt(2)
     row = orthonormalize(torch.tensor([[1.0, 2, 3, 4]]), earlier)
     assert row[0].tolist() == close(-0.35856858, 0.47809144, 0.71713717, 0.35856858)
-    old, raw = drawn(5, 12), drawn(4, 12, seed=9)  # neither unit nor orthogonal
+    old, raw = drawn(5, 12), drawn(4, 12, seed=9)  # not orthonormal
     rows = orthonormalize(raw, old)
     assert torch.allclose(rows @ rows.T, torch.eye(4), atol=1e-6)
     assert torch.allclose(rows @ old.T, torch.zeros(4, 5), atol=1e-5)
@@ -317,7 +316,7 @@ def test_coda_penalises_rows_that_are_not_orthonormal() -> None:
     assert loss.item() == pytest.approx(float(terms["ce"] + terms["match"]), rel=1e-5)
 
 
-def test_coda_carries_components_that_stay_bit_equal() -> None:
+def test_coda_components_of_earlier_tasks_stay_bit_identical() -> None:
     carried, states = None, list[TaskState]()
     seen: dict[str, Tensor] = {}
     for task in TASKS:
@@ -345,7 +344,8 @@ def test_coda_starts_a_task_orthogonal_to_trained_components() -> None:
 
 
 def test_coda_given_the_task_forgets_nothing() -> None:
-    """Its answers are bit-equal to those right after its training; without the task they move."""
+    """If the task is given, answers are bit-identical to those right after its training. Otherwise,
+    they change."""
     states, carried = learn_all("coda")
     early_states, early_carried = learn_all("coda", TASKS[:1])
     late, early = serve("coda", states, carried), serve("coda", early_states, early_carried)
@@ -357,7 +357,7 @@ def test_coda_given_the_task_forgets_nothing() -> None:
 
 
 def test_coda_adds_as_many_bytes_as_published() -> None:
-    """A ViT-B in ten tasks: 1.54 MB a task."""
+    """A ViT-B with ten tasks: 1.54 MB per task."""
     with torch.device("meta"), mock.patch.object(base, "compute_digest", return_value=""):
         method = Coda(build(BackboneSettings(name="vit_base_patch16_224")), Coda.Settings(), 0)
     assert 4 * sum(math.prod(shape) for shape in method.shapes().values()) == 1_536_000
@@ -382,7 +382,7 @@ def test_coda_refuses_more_components_than_dimensions() -> None:
 
 # ---- DualPrompt ----------------------------------------------------------------------------------
 def test_dualprompt_gives_each_image_the_prompts_of_its_nearest_key() -> None:
-    """Keys and values of image i are its own: (K_i, V_i), and not those of its neighbours."""
+    """Image i of a batch gets its own keys and values, not those of other images."""
     states, carried = learn_all("dualprompt")
     method = serve("dualprompt", states, carried)
     keys = torch.stack([state.tokens["key"] for state in states])
@@ -430,7 +430,7 @@ def test_dualprompt_draws_its_key_towards_the_queries() -> None:
     assert all(p.grad is not None for p in (*method.own.values(), method.general))
 
 
-def test_dualprompt_keeps_the_prompts_of_earlier_tasks_and_trains_the_general_ones() -> None:
+def test_dualprompt_freezes_earlier_prompts_and_trains_general_prompts() -> None:
     states, carried = learn_all("dualprompt", TASKS[:1])
     copies = {name: tensor.clone() for name, tensor in states[0].tokens.items()}
     method = make("dualprompt")
@@ -444,9 +444,7 @@ def test_dualprompt_keeps_the_prompts_of_earlier_tasks_and_trains_the_general_on
 @pytest.mark.parametrize(
     ("depth", "general", "sites"), [(1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 2, 4), (8, 2, 5)]
 )
-def test_dualprompt_leaves_a_block_to_the_prompts_of_tasks(
-    depth: int, general: int, sites: int
-) -> None:
+def test_dualprompt_reserves_a_block_for_task_prompts(depth: int, general: int, sites: int) -> None:
     method = DualPrompt(vit(depth=depth), DualPrompt.Settings(), 0)
     assert (len(method.general), len(method.sites)) == (general, sites)
 
@@ -460,7 +458,7 @@ def test_dualprompt_counts_the_query_unless_the_task_is_given() -> None:
 
 
 def test_dualprompt_stores_as_many_numbers_as_published() -> None:
-    """A ViT-B: 15,360 numbers are shared, 23,040 and a key of 768 belong to a task."""
+    """A ViT-B: tasks share 15,360 numbers; each task has 23,040 numbers and a key of 768."""
     with torch.device("meta"), mock.patch.object(base, "compute_digest", return_value=""):
         backbone = build(BackboneSettings(name="vit_base_patch16_224"))
         method = DualPrompt(backbone, DualPrompt.Settings(), 0)
@@ -472,7 +470,7 @@ def test_dualprompt_stores_as_many_numbers_as_published() -> None:
 
 
 # ---- L2P -----------------------------------------------------------------------------------------
-def test_l2p_chooses_for_each_image_the_nearest_keys() -> None:
+def test_l2p_chooses_the_nearest_keys_of_each_image() -> None:
     keys = torch.tensor([[1.0, 0], [0, 1], [1, 1], [-1, 0]])
     similarity = cosines(torch.tensor([[2.0, 1], [0, 3], [1, 0.9]]), keys)
     choice = choose_largest(similarity, 2)
@@ -481,7 +479,7 @@ def test_l2p_chooses_for_each_image_the_nearest_keys() -> None:
     assert choose_largest(torch.tensor([[0.5, 1, 0.5, 1, 0.5]]), 3).tolist() == [[1, 3, 0]]
 
 
-def test_l2p_reads_the_outputs_of_the_prompts_of_each_image() -> None:
+def test_l2p_features_are_mean_outputs_of_chosen_prompts() -> None:
     method = make("l2p", pool=4, length=3, top=2)
     begun(method)
     with torch.no_grad():
@@ -497,7 +495,7 @@ def test_l2p_reads_the_outputs_of_the_prompts_of_each_image() -> None:
             assert torch.allclose(features[row], model.norm(x)[0, :6].mean(0), atol=1e-5)
 
 
-def test_l2p_gives_gradients_to_chosen_keys_alone() -> None:
+def test_l2p_gives_gradients_only_to_chosen_keys_and_prompts() -> None:
     method = make("l2p", pool=10, top=2)
     begun(method)
     loss, terms = method.loss(method_steps.batch(), PROGRESS)
@@ -550,13 +548,13 @@ def test_l2p_refuses_to_choose_more_prompts_than_there_are() -> None:
         L2p.validate(L2p.Settings(pool=4), TrainSettings(), DataSettings(), "class")
 
 
-# ---- queries that a stage keeps ------------------------------------------------------------------
+# ---- precomputed queries -------------------------------------------------------------------------
 @pytest.mark.parametrize("data", [{}, {"flip": 0.5}], ids=repr)
 @pytest.mark.parametrize("name", BANKS)
 def test_a_stage_queries_each_image_once_without_augmentation(
     lab: Lab, name: str, data: dict[str, float]
 ) -> None:
-    """The result equals that of a query in each step, bit for bit."""
+    """The result is bit-identical to that with a query in each step."""
     train = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05, "epochs": 3}
     run = lab.run_of(name, train, settings={}, data={"val_fraction": 0.0, **data})
     job = run.stages(0)[0]

@@ -1,4 +1,5 @@
-"""Readers: each range of a bucket once, ahead of its use, verified; no more than a rank needs."""
+"""Tests of readers: they read each range of a bucket once, ahead of its use, verify it, and read no
+more than a rank needs."""
 
 from __future__ import annotations
 
@@ -48,10 +49,10 @@ from workers.storage.filesystem import StorageUnavailable
 
 
 def fine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that make of small images what those of real ones are made of large ones."""
+    """Reduce the sizes of runs, blocks and pieces to suit the small test images."""
     monkeypatch.setattr(order, "RUN_BYTES", 600)  # two images
     monkeypatch.setattr(order, "BLOCK_RUNS", 4)
-    monkeypatch.setattr(reader, "RUN_BYTES", 4 << 10)  # with what a tar has beside them
+    monkeypatch.setattr(reader, "RUN_BYTES", 4 << 10)  # with the other bytes of the tar
     monkeypatch.setattr(reader, "PIECE_BYTES", 16 << 10)
 
 
@@ -70,7 +71,7 @@ def steps_of(deal: Deal, rank: int, world: int, epoch: int = 0) -> Iterator[Ints
 
 
 def stored_records(table: SampleTable, folder: Path) -> list[bytes]:
-    """The bytes of all rows as they are on the disk."""
+    """Return the bytes of all rows as stored on disk."""
     records = []
     attempt = Path(table.shards[0].uri("")).name
     for row in table.table.select(["shard", "offset", "bytes"]).to_pylist():
@@ -83,7 +84,7 @@ def stored_records(table: SampleTable, folder: Path) -> list[bytes]:
 def read_and_compare(
     table: SampleTable, counted_bucket: Bucket, made: Reader, steps: Iterator[Ints]
 ) -> list[int]:
-    """Read all rows of all steps, and return them in their order."""
+    """Read all rows of all steps, compare their bytes, and return the rows in order."""
     records = stored_records(table, counted_bucket.folder)
     rows_read = []
     for rows in made.ahead(steps):
@@ -99,7 +100,7 @@ def read_all(made: Reader, rows: Iterable[int]) -> None:
 
 
 # ---- ranges -------------------------------------------------------------------------------------
-def test_ranges_are_of_one_run_and_shard_without_wide_gaps() -> None:
+def test_ranges_do_not_cross_runs_shards_or_wide_gaps() -> None:
     shards = np.array([0] * 8 + [1] * 4, np.int32)
     offsets = np.array([0, 10, 20, 30, 40, 50, 60 + GAP_BYTES, 70 + GAP_BYTES, 0, 10, 5, 2**22])
     sizes = np.full(12, 9)
@@ -135,7 +136,7 @@ def test_ranges_end_only_where_they_must() -> None:
         assert is_border[row] == is_needed
 
 
-def test_ranges_of_a_whole_table_are_as_long_as_a_request() -> None:
+def test_ranges_of_whole_table_have_length_of_a_request() -> None:
     rows, per_shard, size = np.arange(10_000), 1000, 90_000
     shards = (rows // per_shard).astype(np.int32)
     offsets = (rows % per_shard) * (size + 1536) + 512
@@ -144,7 +145,7 @@ def test_ranges_of_a_whole_table_are_as_long_as_a_request() -> None:
     spans = offsets[lasts] + size - offsets[starts]
     assert (shards[starts] == shards[lasts]).all()
     assert spans.max() <= RUN_BYTES + size
-    assert np.median(spans) > RUN_BYTES - size - 10_000, "they are as long as they can be"
+    assert np.median(spans) > RUN_BYTES - size - 10_000, "ranges must be as long as possible"
 
 
 @pytest.mark.parametrize("rows_per_run", [None, 1, 7])
@@ -163,7 +164,7 @@ def test_records_lie_in_the_ranges_of_their_rows(
 @pytest.mark.few(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("cached", [True, False])
-def test_a_node_of_several_reads_its_share_of_the_bytes(
+def test_each_node_reads_only_its_share_of_bytes(
     world: int,
     cached: bool,
     colours: SampleTable,
@@ -185,11 +186,13 @@ def test_a_node_of_several_reads_its_share_of_the_bytes(
         assert requests <= 1.1 * len(runs.starts) / world + 2
         if cached:
             read_and_compare(colours, counted_bucket, made, steps_of(deal, rank, world))
-            assert counted_bucket.requests() == requests, "the second time it comes from the cache"
+            assert counted_bucket.requests() == requests, (
+                "the second time, all rows must come from the cache"
+            )
     assert sorted(rows) == list(range(900))
 
 
-def test_a_single_rank_reads_whole_pieces_once_and_other_feeds_find_them(
+def test_single_rank_reads_pieces_once_for_all_feeds(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
@@ -204,10 +207,10 @@ def test_a_single_rank_reads_whole_pieces_once_and_other_feeds_find_them(
     red = select(URI, (Task("t", "colours", "colours", ("red",)),), "train", 0.0)
     one_by_one = iter(np.arange(len(red)).reshape(-1, 1))
     read_and_compare(red, counted_bucket, make_sequential_reader(red, cache), one_by_one)
-    assert not counted_bucket.requests(), "other rows of the same shards are in the same pieces"
+    assert not counted_bucket.requests(), "the pieces must also hold the other rows of the shards"
 
 
-def test_a_few_rows_of_large_shards_are_read_by_themselves(
+def test_sparse_rows_of_large_shards_are_read_individually(
     colours: SampleTable, counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
@@ -224,7 +227,7 @@ def test_a_few_rows_of_large_shards_are_read_by_themselves(
     assert counted_bucket.bytes_read() == sizes.sum()
 
 
-def test_where_two_blocks_have_no_room_records_are_read_by_themselves(
+def test_records_are_read_individually_if_cache_is_too_small(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
@@ -235,7 +238,7 @@ def test_where_two_blocks_have_no_room_records_are_read_by_themselves(
     assert len(rows) == 450
 
 
-def test_one_long_record_does_not_make_all_others_be_read_by_themselves(
+def test_one_long_record_does_not_prevent_range_reads(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
@@ -262,11 +265,11 @@ def test_cache_room_is_per_node(
         made = make_shuffled_reader(colours, deal, 4, cache)
         assert isinstance(made, BucketReader)
         num_ranges[ranks_of_node] = len(made.ranges.starts)
-    assert num_ranges[""] == num_ranges["4"] == 900, "records by themselves"
+    assert num_ranges[""] == num_ranges["4"] == 900, "each record must be a range of its own"
     assert num_ranges["1"] == len(runs.starts)
 
 
-def test_runs_that_shards_cut_need_little_more_room(
+def test_runs_cut_by_shards_need_few_extra_ranges(
     counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
@@ -285,7 +288,7 @@ def test_runs_that_shards_cut_need_little_more_room(
 def test_blocks_of_several_tasks_are_computed_once(
     counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read ahead makes no room for itself in the place of what is counted now."""
+    """Reading ahead must not evict the blocks of current steps and so compute them again."""
     fine_runs(monkeypatch)
     monkeypatch.setattr(order, "BLOCK_RUNS", 1)
     publish(counted_bucket.folder, "colours", MANY, shard_images=7)
@@ -304,10 +307,10 @@ def test_blocks_of_several_tasks_are_computed_once(
     assert set(computed.values()) == {1}
 
 
-def test_what_is_not_read_yet_is_not_forgotten_for_what_is_fetched_ahead(
+def test_prefetching_does_not_evict_unread_ranges(
     colours: SampleTable, counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reading waits until nothing more is fetched: the memory has room for 60 of 900 rows."""
+    """Each step is read only when no fetch is running. The memory has room for 60 of 900 rows."""
     records = Ranges.of_records(colours)
     monkeypatch.setattr(reader, "MEMORY_BYTES", 60 * records.total_bytes // 900)
     made = BucketReader(colours, records, None, num_ahead=256)
@@ -321,7 +324,7 @@ def test_what_is_not_read_yet_is_not_forgotten_for_what_is_fetched_ahead(
     assert not made._planned
 
 
-def test_replay_is_fetched_a_few_steps_ahead_although_records_repeat(
+def test_replay_is_fetched_only_a_few_steps_ahead(
     colours: SampleTable, counted_bucket: Bucket
 ) -> None:
     made = reader.make_random_reader(colours)
@@ -337,11 +340,11 @@ def test_replay_is_fetched_a_few_steps_ahead_although_records_repeat(
             yield order.rows(step, np.arange(32))
 
     for number, rows in enumerate(made.ahead(steps())):
-        assert drawn <= number + 5, "all steps were drawn before the first one"
+        assert drawn <= number + 5, "only a few steps must be drawn ahead"
         read_all(made, rows.tolist())
 
 
-def test_an_epoch_of_single_records_is_planned_in_a_few_bytes_of_each(
+def test_planning_single_records_needs_few_bytes_per_record(
     colours: SampleTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n = 100_000
@@ -359,7 +362,7 @@ def test_an_epoch_of_single_records_is_planned_in_a_few_bytes_of_each(
     assert peak_bytes < 8 * n
 
 
-def test_ranges_are_fetched_before_they_are_needed_and_not_all_at_once(
+def test_limited_number_of_ranges_is_fetched_ahead(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
@@ -372,19 +375,19 @@ def test_ranges_are_fetched_before_they_are_needed_and_not_all_at_once(
     while made._num_running:
         pass
     assert first.tolist() == [0]
-    assert counted_bucket.requests() == 7, "six more than this step needs"
+    assert counted_bucket.requests() == 7, "six ranges more than this step needs are expected"
     steps.close()
     assert not made._planned
 
 
 @pytest.mark.parametrize("end", ["closed", "dropped"])
-def test_an_epoch_that_ends_late_takes_nothing_from_the_next_one(
+def test_late_end_of_epoch_keeps_fetches_of_next_epoch(
     end: str, colours: SampleTable, counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
     deal = deal_of(colours)
     made = BucketReader(colours, runs_of(colours, deal), None, num_ahead=40)
-    with counted_bucket.lock:  # nothing arrives meanwhile
+    with counted_bucket.lock:  # no fetch can finish meanwhile
         first = made.ahead(steps_of(deal, 0, 2))
         next(first)
         second = made.ahead(steps_of(deal, 0, 2, epoch=1))
@@ -394,7 +397,7 @@ def test_an_epoch_that_ends_late_takes_nothing_from_the_next_one(
             first.close()
         else:
             del first
-    assert len(planned) > 20, "more than the threads fetch at once"
+    assert len(planned) > 20, "more ranges than the threads fetch at once must be planned"
     while made._planned or made._num_running:
         time.sleep(0.001)
     assert planned <= made._futures.keys()
@@ -403,7 +406,7 @@ def test_an_epoch_that_ends_late_takes_nothing_from_the_next_one(
     assert not counted_bucket.requests()
 
 
-def test_an_evaluation_reads_whole_pieces_that_other_feeds_find(
+def test_evaluation_reads_whole_pieces_that_other_feeds_reuse(
     counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
@@ -420,10 +423,10 @@ def test_an_evaluation_reads_whole_pieces_that_other_feeds_find(
 
 
 # ---- failures ------------------------------------------------------------------------------------
-def test_two_ranks_stream_the_same_through_failing_requests_and_go_on_when_stopped(
+def test_streaming_survives_failing_requests_and_resumes_after_a_stop(
     counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """5 % of the reads fail; one rank stops in the middle of the epoch, without a cache then."""
+    """5 % of the reads fail. One rank stops within an epoch, and resumes without a cache."""
     fine_runs(monkeypatch)
     publish(counted_bucket.folder, "colours", MANY, shard_images=60)
     local = samples([feed_of(counted_bucket.folder, "resident", batch=16)], 1)
@@ -473,10 +476,12 @@ def test_unavailable_storage_is_awaited_once_per_reader(
     assert len(failed) <= FETCH_THREADS
     if source == "streamed":
         counted_bucket.share = 0.0
-        assert len(samples([feed], 0)) == feed.steps_per_epoch, "a new epoch asks the storage again"
+        assert len(samples([feed], 0)) == feed.steps_per_epoch, (
+            "a new epoch must ask the storage again"
+        )
 
 
-def test_a_fetch_that_fails_late_does_not_end_the_next_epoch(
+def test_late_fetch_failure_does_not_end_next_epoch(
     counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
@@ -503,7 +508,7 @@ def test_a_fetch_that_fails_late_does_not_end_the_next_epoch(
             raise StorageUnavailable("no answer")
         if not is_next_epoch.is_set():
             is_next_epoch.set()
-            time.sleep(0.2)  # the late ones fail before this one is read
+            time.sleep(0.2)  # the late fetches fail before this read
         return read(shards, shard, offset, size)
 
     monkeypatch.setattr(Shards, "read", fail_one_at_once)
@@ -515,7 +520,7 @@ def test_a_fetch_that_fails_late_does_not_end_the_next_epoch(
     assert len(samples([feed], 0)) == feed.steps_per_epoch
 
 
-def test_an_epoch_that_is_dropped_does_not_wait_for_the_storage(
+def test_closing_steps_of_a_source_does_not_wait_for_storage(
     colours: SampleTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
@@ -534,7 +539,7 @@ def test_an_epoch_that_is_dropped_does_not_wait_for_the_storage(
     assert not has_waited
 
 
-def test_an_epoch_of_batches_that_is_dropped_does_not_wait_for_the_storage(
+def test_closing_an_epoch_of_batches_does_not_wait_for_storage(
     counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(counted_bucket.folder, "colours", MANY, shard_images=60)
@@ -560,7 +565,7 @@ def test_an_epoch_of_batches_that_is_dropped_does_not_wait_for_the_storage(
     assert not has_waited
 
 
-def test_a_reader_that_is_dropped_or_closed_leaves_no_thread(
+def test_deleted_or_closed_reader_leaves_no_thread(
     colours: SampleTable, counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
@@ -572,7 +577,7 @@ def test_a_reader_that_is_dropped_or_closed_leaves_no_thread(
         del made
         for thread in list(threads):
             thread.join(10)
-            assert not thread.is_alive(), "it waits for the garbage collector"
+            assert not thread.is_alive(), "it must end without the garbage collector"
     finally:
         gc.enable()
     closed = make_shuffled_reader(colours, deal_of(colours), 2, None)
@@ -586,7 +591,7 @@ def test_a_reader_that_is_dropped_or_closed_leaves_no_thread(
 
 
 @pytest.mark.parametrize("where", ["storage", "cache"])
-def test_a_damaged_record_is_damage_and_one_that_only_the_cache_has_heals(
+def test_damaged_record_is_reported_in_storage_and_repaired_in_cache(
     where: str,
     colours: SampleTable,
     counted_bucket: Bucket,
@@ -622,7 +627,7 @@ def test_a_damaged_record_is_damage_and_one_that_only_the_cache_has_heals(
 
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("left", [None, 0, 5000])
-def test_a_shard_that_is_gone_or_cut_short_is_damage(
+def test_missing_or_truncated_shard_is_reported_as_damaged(
     left: int | None, cached: bool, colours: SampleTable, counted_bucket: Bucket, tmp_path: Path
 ) -> None:
     shard = shard_name("train", "red", 1)
@@ -642,7 +647,7 @@ def test_a_shard_that_is_gone_or_cut_short_is_damage(
     assert not list(tmp_path.glob("cache/**/*.part"))
 
 
-def test_a_disk_that_keeps_nothing_is_a_sentence(
+def test_cache_disk_that_returns_other_bytes_is_reported(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make_sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
@@ -651,7 +656,7 @@ def test_a_disk_that_keeps_nothing_is_a_sentence(
         made.read(3)
 
 
-def test_what_made_room_while_it_was_needed_is_fetched_again(
+def test_deleted_cache_file_is_fetched_again(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path
 ) -> None:
     made = make_sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
@@ -662,7 +667,7 @@ def test_what_made_room_while_it_was_needed_is_fetched_again(
 
 
 # ---- disks ---------------------------------------------------------------------------------------
-def test_few_files_are_open_however_many_shards_and_data_sets_there_are(
+def test_number_of_open_files_is_limited_for_many_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(tmp_path, "colours", CLASSES, shard_images=1)
@@ -673,10 +678,12 @@ def test_few_files_are_open_however_many_shards_and_data_sets_there_are(
         read_all(make_shuffled_reader(table, deal_of(table), 1, None), range(23))
         assert len(os.listdir("/proc/self/fd")) <= num_open + 40 // OPEN_SHARE
     del table, tables
-    assert len(os.listdir("/proc/self/fd")) <= num_open, "they are closed with the data sets"
+    assert len(os.listdir("/proc/self/fd")) <= num_open, (
+        "the files must be closed with the data sets"
+    )
 
 
-def test_an_object_is_opened_once_however_many_shards_there_are(
+def test_each_object_is_opened_only_once(
     counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each opening is a request to a bucket."""
@@ -698,7 +705,7 @@ def test_an_object_is_opened_once_however_many_shards_there_are(
     assert len(opened) == 270
 
 
-def test_shards_say_whether_they_are_on_a_disk(
+def test_shards_know_whether_they_are_remote(
     counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(counted_bucket.folder, "colours", CLASSES)

@@ -1,4 +1,4 @@
-"""What cannot be read is one sentence: what, where, and the remedy; and nothing waits for ever."""
+"""Tests of read errors of shards and of the cache: messages, retries, and no endless waits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FULL = {
     errno.EDQUOT: "Disk quota exceeded",
 }
 SHARD = shard_name("train", "red", 1)
-IN_RED = 70  # a row of it
+IN_RED = 70  # a row in this shard
 
 
 # ---- shards --------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def on_disk(tmp_path: Path) -> SampleTable:
 
 
 def error_of_reading(samples: SampleTable) -> BaseException:
-    """Read one row in a thread, which must end, and return the error."""
+    """Read one row in a thread that must end in time; return the error."""
     errors: list[BaseException] = []
 
     def read() -> None:
@@ -55,12 +55,12 @@ def error_of_reading(samples: SampleTable) -> BaseException:
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     thread.join(20)
-    assert not thread.is_alive(), "it waits for a writer"
+    assert not thread.is_alive(), "the read waits for a writer"
     return errors[0]
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "missing", "dangling link"])
-def test_a_shard_that_is_no_file_any_more_is_damage(
+def test_missing_or_irregular_shard_file_is_damage(
     kind: str, on_disk: SampleTable, tmp_path: Path
 ) -> None:
     path = next(tmp_path.rglob(SHARD))
@@ -81,7 +81,7 @@ def test_a_shard_that_is_no_file_any_more_is_damage(
 def test_unreadable_shard_is_an_error_not_damage(
     refused: str, on_disk: SampleTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To ingest again would hide a wrong permission or a disk that fails."""
+    """Repeating the ingest would hide wrong permissions or a failing disk."""
 
     def refuse(*_: Any) -> Any:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -100,10 +100,10 @@ def test_unreadable_shard_is_an_error_not_damage(
     )
 
 
-def test_a_shard_that_a_network_disk_has_lost_is_opened_again(
+def test_shard_with_stale_nfs_handle_is_reopened(
     on_disk: SampleTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a server of NFS does after it was restarted."""
+    """An NFS server can report ESTALE after a restart."""
     reader = DiskReader(on_disk)
     record = reader.read(IN_RED)
     file = on_disk.shards[0]._file(SHARD)
@@ -123,7 +123,7 @@ def test_a_shard_that_a_network_disk_has_lost_is_opened_again(
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_an_object_that_is_deleted_while_it_is_open_is_damage(
+def test_object_deleted_while_open_is_damage(
     cached: bool, colours: SampleTable, counted_bucket: Bucket, tmp_path: Path
 ) -> None:
     cache = Cache(str(tmp_path / "cache"), 10**9) if cached else None
@@ -138,7 +138,7 @@ def test_an_object_that_is_deleted_while_it_is_open_is_damage(
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_credentials_that_expire_are_a_sentence(
+def test_expired_credentials_are_reported(
     cached: bool, colours: SampleTable, counted_bucket: Bucket, tmp_path: Path
 ) -> None:
     cache = Cache(str(tmp_path / "cache"), 10**9) if cached else None
@@ -159,7 +159,7 @@ def test_credentials_that_expire_are_a_sentence(
 # ---- the cache of the node -----------------------------------------------------------------------
 @pytest.mark.parametrize("number", FULL)
 @pytest.mark.parametrize("remedy", ["", "keep fewer"])
-def test_a_full_disk_says_what_is_full_and_which_settings_help(
+def test_full_cache_disk_error_names_path_and_helpful_settings(
     remedy: str, number: int, tmp_path: Path
 ) -> None:
     def full(stream: BinaryIO) -> None:
@@ -176,7 +176,7 @@ def test_a_full_disk_says_what_is_full_and_which_settings_help(
     assert text.endswith(", or keep fewer") == bool(remedy)
 
 
-def test_a_full_disk_advises_fewer_decoded_images_only_where_such_are_written(
+def test_full_disk_error_omits_resident_mb_without_decoded_images(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -190,7 +190,7 @@ def test_a_full_disk_advises_fewer_decoded_images_only_where_such_are_written(
     assert not list((tmp_path / "cache").rglob("*.part"))
 
 
-def test_a_cached_range_that_the_disk_cannot_read_is_fetched_again(
+def test_unreadable_cached_range_is_fetched_again(
     colours: SampleTable,
     counted_bucket: Bucket,
     tmp_path: Path,
@@ -213,17 +213,15 @@ def test_a_cached_range_that_the_disk_cannot_read_is_fetched_again(
     held = [open(path, "rb") for path in (tmp_path / "cache" / "shards").iterdir()]  # noqa: SIM115
     monkeypatch.setattr(LocalFile, "read_at", fails)
     assert [made.read(row) for row in range(900)] == records
-    for file in held:  # until now, so that no new file has the number of a deleted one
+    for file in held:  # open until now, so that no new file gets the inode of a deleted one
         file.close()
-    assert counted_bucket.requests() == 2 * requests, (
-        "each range once more, and not for each record"
-    )
+    assert counted_bucket.requests() == 2 * requests, "one more request per range, not per record"
     lines = capfd.readouterr().err
     assert "cannot be read (Input/output error)" in lines
     assert "look after that disk" in lines
 
 
-def test_a_cache_whose_disk_reads_nothing_is_a_sentence(
+def test_cache_on_an_unreadable_disk_is_reported(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> bytes:
@@ -258,7 +256,7 @@ def test_evicted_range_is_fetched_once_more(
 def test_too_small_cache_is_bypassed(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each piece would make room for the next before it is read, and be fetched again."""
+    """Otherwise each piece would be evicted before it is read, and fetched again."""
     fine_runs(monkeypatch)
     pieces = Ranges.of_pieces(colours)
     assert len(pieces.starts) > 15

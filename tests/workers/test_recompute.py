@@ -1,4 +1,4 @@
-"""`train.recompute`: the backward pass computes the activations of blocks again."""
+"""Tests of `train.recompute`: the backward pass computes the activations of blocks again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bytes_kept(model: Any, images: Tensor) -> int:
     return sum(kept.values())
 
 
-def test_a_recomputed_block_keeps_its_input_alone() -> None:
+def test_recomputed_block_keeps_only_its_input() -> None:
     model, images = vit(), method_steps.images(8, img_size=32)
     kept = bytes_kept(model, images)
     gradients = [p.grad for p in model.parameters()]
@@ -55,7 +55,7 @@ def test_a_recomputed_block_keeps_its_input_alone() -> None:
         assert torch.equal(parameter.grad, gradient)
 
 
-def test_a_copy_of_a_recomputed_block_computes_with_its_own_weights() -> None:
+def test_copy_of_a_recomputed_block_uses_its_own_weights() -> None:
     model, images = vit(), method_steps.images(2, img_size=32)
     recompute_blocks([*model.blocks])
     teacher = copy.deepcopy(model)
@@ -67,7 +67,7 @@ def test_a_copy_of_a_recomputed_block_computes_with_its_own_weights() -> None:
     assert isinstance(teacher.blocks[0], Recomputing)
 
 
-def test_a_hook_of_a_block_gets_the_input_of_a_module_within() -> None:
+def test_adapter_gradients_are_equal_with_recomputed_blocks() -> None:
     """AdaptFormer's adapters add to the output of a block, and read the input of its FFN."""
     gradients = []
     for recompute in (False, True):
@@ -110,7 +110,7 @@ def test_recomputed_activations_give_the_same_bits(
     assert plain == recomputed
 
 
-def test_the_key_is_the_same(lab: Lab) -> None:
+def test_recompute_does_not_change_the_stage_key(lab: Lab) -> None:
     keys = [
         lab.run_of("finetune", TRAIN | {"recompute": recompute}).stages(0)[0].key
         for recompute in (False, True)
@@ -125,7 +125,7 @@ def test_the_key_is_the_same(lab: Lab) -> None:
         ("finetune", {"name": "resnet10t", "img_size": 32}, "class ResNet keeps its activations"),
     ],
 )
-def test_activations_that_are_kept_give_a_warning(
+def test_unsupported_recompute_gives_a_warning(
     method: str, backbone: Any, reason: str, tmp_path: Path
 ) -> None:
     run = Lab(tmp_path).run_of(method, TRAIN | {"recompute": True}, backbone=backbone)
@@ -133,6 +133,6 @@ def test_activations_that_are_kept_give_a_warning(
     assert any(reason in warning for warning in warnings), warnings
 
 
-def test_compiled_steps_are_not_recomputed(lab: Lab) -> None:
+def test_recompute_with_compile_is_refused(lab: Lab) -> None:
     with pytest.raises(UserError, match=r"train\.recompute .* has no effect with compile"):
         lab.run_of("finetune", TRAIN | {"compile": True, "recompute": True})

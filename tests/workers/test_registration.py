@@ -1,4 +1,4 @@
-"""Promises of `register`: which classes it takes, and what changes the digest of their code."""
+"""Tests of `register`: the classes that it accepts, the digest of their code, and workers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ pytestmark = pytest.mark.usefixtures("clean_registry")
 
 
 def class_from(source: str = SOURCE, module: str = "__main__") -> Any:
-    """Return the class `Outside` of a module with this text."""
+    """Return the class `Outside` of a module with this source."""
     namespace = ModuleType(module)
     exec(compile(dedent(source), "a file", "exec", dont_inherit=True), namespace.__dict__)
     return namespace.__dict__["Outside"]
@@ -94,18 +94,18 @@ def test_a_class_is_registered_and_replaced() -> None:
         ({"name": "outside", "Settings": dict}, r"Outside\.Settings is <class 'dict'>; make it"),
     ],
 )
-def test_a_class_that_no_config_can_name_is_refused(body: dict[str, Any], words: str) -> None:
+def test_class_with_invalid_name_or_settings_is_refused(body: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         register(type("Outside", (Method,), body))
     assert "outside" not in METHODS
 
 
-def test_what_is_no_method_is_refused() -> None:
+def test_class_that_is_no_method_is_refused() -> None:
     with pytest.raises(UserError, match="is not a method; decorate a class"):
         register(dict)  # type: ignore[type-var]
 
 
-# ---- its code ------------------------------------------------------------------------------------
+# ---- the code digest -----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -135,7 +135,7 @@ def test_a_change_of_the_code_changes_the_digest(old: str, new: str) -> None:
         ('"b", "a", "c"', '"c", "b", "a"'),
     ],
 )
-def test_what_the_class_does_not_use_is_not_in_the_digest(old: str, new: str) -> None:
+def test_unused_code_does_not_change_the_digest(old: str, new: str) -> None:
     assert old in SOURCE
     assert code_digest(class_from(SOURCE.replace(old, new))) == code_digest(class_from())
 
@@ -145,7 +145,7 @@ def test_what_the_class_does_not_use_is_not_in_the_digest(old: str, new: str) ->
     [
         ("[[1], 2]", "[[1, 2]]"),
         ("{'a': {'b': 1}, 'c': 2}", "{'a': {'b': 1, 'c': 2}}"),
-        # the text of a large array names few of its values
+        # the text of a large array shows only a few of its values
         ("torch.zeros(2000)", "torch.eye(2000)[1000]"),
         ("torch.zeros(4)", "torch.zeros(2, 2).reshape(4).to(torch.int32)"),
         ("numpy.zeros(2000)", "numpy.eye(2000)[1000]"),
@@ -173,11 +173,11 @@ def test_special_methods_are_in_the_digest() -> None:
     assert len(digests) == 5
 
 
-def test_the_digest_is_the_same_in_a_notebook_and_in_a_module() -> None:
+def test_digest_is_equal_in_notebook_and_module() -> None:
     assert code_digest(class_from(module="my_methods")) == code_digest(class_from())
 
 
-def test_functions_of_another_module_outside_are_in_the_digest(
+def test_functions_of_external_modules_are_in_the_digest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = SOURCE.replace("import math", "import math\nimport my_helpers")
@@ -215,7 +215,7 @@ JOB = StageJob(
 REGISTERS = "\nfrom workers.methods.registration import register\nregister(Outside)\n"
 
 
-def test_a_worker_imports_the_module_of_a_method_and_reads_it_again(
+def test_worker_imports_method_module_and_reloads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -236,7 +236,7 @@ def test_a_worker_imports_the_module_of_a_method_and_reads_it_again(
         load_method(missing)
 
 
-def test_a_class_that_no_worker_can_import_is_known() -> None:
+def test_class_that_workers_cannot_import_is_explained() -> None:
     class Local(Method[MethodSettings]):
         name = "local"
 

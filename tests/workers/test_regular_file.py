@@ -1,4 +1,4 @@
-"""Reads of regular files that users name."""
+"""Tests of reads of regular files that users name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from workers.storage.regular_file import MIN_READ_BYTES, read_regular
 
 
-def test_a_file_that_reports_no_size_is_read_to_its_end(
+def test_file_that_reports_no_size_is_read_completely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files in /proc report 0 bytes."""
@@ -32,7 +32,7 @@ def test_a_file_that_reports_no_size_is_read_to_its_end(
         read_regular(path, len(content) - 1)
 
 
-def test_a_file_is_read_whole_and_not_beyond_the_limit(tmp_path: Path) -> None:
+def test_file_is_read_completely_or_refused_above_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "a"
     content = bytes(range(256)) * (MIN_READ_BYTES // 64)
     path.write_bytes(content)

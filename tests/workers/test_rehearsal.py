@@ -1,5 +1,5 @@
-"""Rehearsal: the sizes of memories, which exemplars are chosen, on any number of ranks, and which
-samples a step trains on."""
+"""Tests of rehearsal: the size of the memory, the choice of exemplars on any number of ranks, the
+teacher, and the samples of a training step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUICK = {**OPTIMIZERS["adamw"], "epochs": 1}
 
 
 def run_of(lab: Lab, method: str = "replay", **settings: Any) -> Run:
-    """Return the run of a method with these settings, one epoch a task."""
+    """Return the run of a method with these settings and one epoch per task."""
     return lab.run_of(method, QUICK, methods={method: settings})
 
 
@@ -44,8 +44,8 @@ def counts(carried: Carried) -> dict[str, list[int]]:
     return counts_by_task
 
 
-# ---- how many ------------------------------------------------------------------------------------
-def test_a_memory_is_shared_equally_and_never_grows_beyond_its_size(lab: Lab) -> None:
+# ---- number of exemplars -------------------------------------------------------------------------
+def test_memory_of_fixed_size_is_shared_equally_by_classes(lab: Lab) -> None:
     run = run_of(lab, memory=14)
     assert [counts(run.carried(task)) for task in (0, 1)] == [
         {"two": [7, 7]},
@@ -53,11 +53,11 @@ def test_a_memory_is_shared_equally_and_never_grows_beyond_its_size(lab: Lab) ->
     ]
 
 
-def test_a_class_with_fewer_images_than_its_share_keeps_them_all(lab: Lab) -> None:
+def test_class_smaller_than_its_share_keeps_all_images(lab: Lab) -> None:
     assert counts(run_of(lab, memory=2000).carried(1)) == {"two": [36, 36], "three": [36, 36, 36]}
 
 
-def test_with_per_class_the_exemplars_of_a_class_do_not_become_fewer(lab: Lab) -> None:
+def test_per_class_setting_keeps_exemplar_counts_constant(lab: Lab) -> None:
     run = run_of(lab, per_class=3)
     assert [counts(run.carried(task)) for task in (0, 1)] == [
         {"two": [3, 3]},
@@ -81,7 +81,7 @@ def three_tasks(lab: Lab, method: str, **settings: Any) -> Run:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", REHEARSAL)
 def test_memory_limit_drops_last_exemplars(lab: Lab, method: str) -> None:
-    """Exemplars that are kept for validation, not for training, count too."""
+    """Exemplars that are used for validation instead of training count, too."""
     settings = {"memory": 17, "per_class": 0}
     if method == "ucir":
         settings["top_k"] = 1
@@ -121,9 +121,9 @@ def test_a_memory_without_room_for_each_class_is_refused() -> None:
     METHODS["replay"].check_backbone(RehearsalSettings(memory=3), torch.nn.Identity(), tasks)
 
 
-# ---- which ---------------------------------------------------------------------------------------
+# ---- choice of exemplars -------------------------------------------------------------------------
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_exemplars_are_chosen_by_features_of_the_trained_network_without_augmentation(
+def test_exemplars_are_chosen_by_trained_features_without_augmentation(
     lab: Lab, selection: str
 ) -> None:
     run = lab.run_of(
@@ -158,10 +158,10 @@ def test_exemplars_are_chosen_by_features_of_the_trained_network_without_augment
 def ranked(
     lab: Lab, request: pytest.FixtureRequest
 ) -> dict[str, tuple[Run, list[StageJob], list[StageJob]]]:
-    """Run the stages of three methods once more on 2 or 4 ranks, all in one start of processes.
+    """Repeat the stages of three methods on 2 or 4 ranks; the processes start only once.
 
-    Return method -> (its run on one rank, stages of it, the same stages on ranks). Of `replay`,
-    only the last `herd` stage.
+    Return method -> (its run on one rank, stages of this run, the same stages on ranks). For
+    `replay`, this is only the last `herd` stage.
     """
     runs_by_method: dict[str, tuple[Run, list[StageJob], list[StageJob]]] = {}
     all_jobs: list[StageJob] = []
@@ -192,18 +192,18 @@ def ranked(
 def test_any_number_of_ranks_keeps_the_same_exemplars(
     ranked: dict[str, tuple[Run, list[StageJob], list[StageJob]]],
 ) -> None:
-    """Each rank extracts the features of its share of the images, and all choose from all
-    (C13)."""
+    """Each rank extracts the features of its share of the images, and all ranks choose from the
+    features of all images."""
     _, [alone], [many] = ranked["replay"]
     expected = Artifact.need(alone.root, alone.key).read("carried.safetensors")
     assert Artifact.need(many.root, many.key).read("carried.safetensors") == expected
 
 
 @pytest.mark.parametrize("method", ["dytox", "icarl"])
-def test_a_stream_on_several_ranks_ends_with_the_same_exemplars_and_answers(
+def test_exemplars_and_answers_do_not_depend_on_rank_count(
     ranked: dict[str, Any], method: str
 ) -> None:
-    """All stages of both tasks, up to the order of summation (C13)."""
+    """Compares all stages of both tasks, up to the order of summation."""
     run, alone, many = ranked[method]
     assert [job.step for job in many] == [job.step for job in alone]
     for one, other in zip(alone[:-1], many[:-1], strict=True):
@@ -224,11 +224,9 @@ def stored(job: StageJob) -> Carried:
 
 
 @pytest.mark.parametrize("method", REHEARSAL)
-def test_the_key_of_the_first_tasks_training_does_not_depend_on_the_memory(
-    lab: Lab, method: str
-) -> None:
-    """Nothing is remembered yet (C17). BiC is the exception: it holds out from the start as many
-    images as it will keep to fit its bias."""
+def test_first_training_key_does_not_depend_on_the_memory(lab: Lab, method: str) -> None:
+    """The memory is still empty. BiC is an exception: it holds out images for its bias correction
+    from the first task on, and their number depends on the memory."""
     small = run_of(lab, method, memory=20, per_class=0)
     large = run_of(lab, method, memory=40, per_class=0)
 
@@ -246,7 +244,7 @@ def test_the_key_of_the_first_tasks_training_does_not_depend_on_the_memory(
     assert not keys_are_equal(1, "train")
 
 
-# ---- what a task starts from and leaves ----------------------------------------------------------
+# ---- teacher and network -------------------------------------------------------------------------
 def has_teacher(name: str) -> bool:
     """Return whether a method distills from the model of the task before."""
     cls: Any = METHODS[name]
@@ -255,10 +253,8 @@ def has_teacher(name: str) -> bool:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("method", [name for name in REHEARSAL if has_teacher(name)])
-def test_the_teacher_is_the_model_of_the_task_before_and_never_changes(
-    lab: Lab, method: str
-) -> None:
-    """Bit for bit, after the student was trained (C10)."""
+def test_teacher_is_the_unchanged_model_of_the_previous_task(lab: Lab, method: str) -> None:
+    """Compares bit for bit after the training of the student."""
     run = run_of(lab, method, memory=20, per_class=0)
     run.trained(1)
     teacher: Any = lab.live[run.stages(1)[0].key].teacher
@@ -277,8 +273,8 @@ def test_the_teacher_is_the_model_of_the_task_before_and_never_changes(
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("method", REHEARSAL)
-def test_choosing_exemplars_changes_nothing_of_the_network(lab: Lab, method: str) -> None:
-    """Weights, biases and buffers are bit for bit those of the step before (C8); only class means
+def test_choosing_exemplars_does_not_change_the_network(lab: Lab, method: str) -> None:
+    """Weights, biases and buffers are bit-identical to those of the step before. Only class means
     are new."""
     run = run_of(lab, method, memory=20, per_class=0)
     run.trained(1)
@@ -298,14 +294,14 @@ def test_choosing_exemplars_changes_nothing_of_the_network(lab: Lab, method: str
 
 
 def everything(artifact: Artifact) -> dict[str, Tensor]:
-    """Return all tensors of the network after a step of task `three`, by name, whether they are in
-    the carried state or in the task's state."""
+    """Return name -> tensor of the network after a step of task `three`, from the carried state and
+    the task's state."""
     carried = Carried.from_bytes(artifact.read("carried.safetensors"))
     state = TaskState.from_bytes(artifact.read("task.safetensors"), "state")
     tensors = {f"heads/three/{name}": t for name, t in (state.head | state.tokens).items()}
     tensors |= {f"copies/{name}": t for name, t in state.copies.items()}
     tensors |= {f"masks/{name}": t for name, t in state.masks.items()}
-    # A path that is still trained is carried under another name than a finished one.
+    # A path in training has another name in the carried state than a finished path.
     finished_kinds = {"path": "copies", "trunk": "copies/trunk"}
     for name, tensor in carried.tensors.items():
         kind, _, rest = name.partition("/")
@@ -314,10 +310,10 @@ def everything(artifact: Artifact) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("method", ["bic", "e2e", "icarl", "podnet", "replay", "ucir", "wa"])
-def test_adding_classes_does_not_change_the_logits_of_old_classes_before_training(
+def test_adding_classes_keeps_the_logits_of_old_classes(
     method: str,
 ) -> None:
-    """Bit for bit (C5)."""
+    """Compares bit for bit."""
     grown = begun(method, A, B).eval()
     images = batch(A, B).images
     with torch.no_grad():
@@ -328,7 +324,7 @@ def test_adding_classes_does_not_change_the_logits_of_old_classes_before_trainin
         assert torch.equal(grown.logits(images, None)[:, :2], expected)
 
 
-def test_old_share_is_the_number_of_old_classes_over_that_of_all_classes() -> None:
+def test_old_share_is_the_fraction_of_old_classes() -> None:
     """The share is old classes / all classes. All these tasks have two classes each."""
     tasks = tuple(Task(name, "card", "", (name + "1", name + "2")) for name in "abcdefghij")
     shares = [begun("replay", *tasks[: count + 1]).old_share for count in range(10)]
@@ -336,8 +332,8 @@ def test_old_share_is_the_number_of_old_classes_over_that_of_all_classes() -> No
     assert begun("replay", A, B).old_share == pytest.approx(2 / 5)
 
 
-# ---- what a step trains on -----------------------------------------------------------------------
-def test_training_sees_all_images_of_the_task_and_only_exemplars_of_earlier_tasks(lab: Lab) -> None:
+# ---- samples of a step ---------------------------------------------------------------------------
+def test_training_uses_the_task_images_and_earlier_exemplars(lab: Lab) -> None:
     run = run_of(lab, memory=10)
     carried_state = run.carried(0)
     train = run.stages(1)[0]
@@ -359,7 +355,7 @@ def test_the_loss_of_replay_is_cross_entropy_over_all_classes() -> None:
 
 
 def test_mixed_targets_are_over_all_classes_of_the_stream(lab: Lab) -> None:
-    """Mixup blends samples of the task and exemplars, whose targets share one output space."""
+    """Mixup blends samples of the task with exemplars. Their targets share one output space."""
     run = lab.run_of(
         "replay", QUICK, data={"mixup": 0.8, "smoothing": 0.1}, methods={"replay": {"memory": 10}}
     )

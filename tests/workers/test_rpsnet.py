@@ -1,5 +1,5 @@
-"""RPS-Net on a ViT: the union of paths, what learns and what is frozen, candidates that do not know
-of each other, and how one is chosen."""
+"""Tests of RPS-Net on a ViT: the union of paths, trained and frozen parameters, independent
+candidate paths, and the choice of one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Left = tuple[TaskState, Carried]
 
 # ---- paths ---------------------------------------------------------------------------------------
 def path(*module_positions: tuple[int, int], seed: int = 0) -> Path:
-    """All its numbers are drawn."""
+    """Return a path with random parameters."""
     new_path = Path([*module_positions], 32, 5)
     for i, p in enumerate(new_path.parameters()):
         torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(10 * seed + i))
@@ -48,7 +48,7 @@ def path(*module_positions: tuple[int, int], seed: int = 0) -> Path:
 
 
 def by_hand(vit: Any, *paths: Path) -> Tensor:
-    """The blocks written out, behind each the sum of all modules there."""
+    """Compute the features block by block; after each block, add the outputs of all its modules."""
     x = vit.norm_pre(vit._pos_embed(vit.patch_embed(IMAGES)))
     for index, block in enumerate(vit.blocks):
         y = block(x)
@@ -76,7 +76,7 @@ def test_the_union_of_paths_is_the_sum_of_their_modules() -> None:
     assert not torch.allclose(by_hand(vit, *paths), by_hand(vit, paths[0]), atol=1e-2)
 
 
-def test_a_new_path_leaves_the_features_of_the_backbone_and_can_learn() -> None:
+def test_new_path_keeps_backbone_features_and_can_learn() -> None:
     vit = method_steps.vit()
     expected, new = vit(IMAGES), Path([(0, 1), (1, 1)], 32, 5)
     network = PathNetwork(vit, AdapterSites(vit, houlsby, ("",)), [new])(IMAGES)
@@ -95,7 +95,9 @@ def test_copied_network_has_independent_paths() -> None:
         for p in new.parameters():
             p.zero_()
     assert torch.equal(other(IMAGES), before)
-    assert torch.equal(network(IMAGES), by_hand(vit)), "one is not seen in the other"
+    assert torch.equal(network(IMAGES), by_hand(vit)), (
+        "the change must be visible in the original only"
+    )
 
 
 def test_path_draws_one_module_per_bank() -> None:
@@ -105,7 +107,7 @@ def test_path_draws_one_module_per_bank() -> None:
     assert draw_random_path(6, 4, 7) == drawn[7] != drawn[8]
 
 
-def test_a_path_has_as_many_parameters_as_the_formula_says() -> None:
+def test_parameter_count_of_a_path_matches_formula() -> None:
     d, m, blocks = 32, 5, 2
     assert sum(p.numel() for p in path((0, 0), (1, 0)).parameters()) == blocks * (2 * d * m + d + m)
     assert sum(p.numel() for p in path((1, 0)).parameters()) == 2 * d * m + d + m
@@ -113,8 +115,10 @@ def test_a_path_has_as_many_parameters_as_the_formula_says() -> None:
 
 # ---- a stream, step by step ----------------------------------------------------------------------
 def begun(*tasks: Task, seed: int = 0, base: str = "", **settings: Any) -> Any:
-    """`train` of the last task begins; each task before it was moved as training would, and left
-    what it leaves."""
+    """Return the method at the start of `train` of the last task.
+
+    Earlier tasks are not trained: `moved` changes their parameters, and then they are finished.
+    """
     settings = {"every": 1, "width": 5, **settings}
     left: list[Left] = []
     for task_index, task in enumerate(tasks):
@@ -200,13 +204,13 @@ def test_path_trains_until_next_draw() -> None:
         "up_bias",
     }
     assert not torch.equal(left[0][1].tensors["path/up"], left[1][0].copies["up"]), (
-        "the second task trained it on"
+        "the second task must continue to train the path"
     )
     one, two = (begun(A, B, C, every=2, seed=seed).path.indices for seed in (0, 1))
     assert begun(A, B, C, every=2).path.indices == one != two
 
 
-def test_what_never_changes_again_is_stored_once() -> None:
+def test_trunk_and_finished_paths_are_stored_once() -> None:
     left = begun(A, B, C, D, every=2).left
     trunk = {name for name in left[1][0].copies if name.startswith("trunk/")}
     assert trunk == {f"trunk/{name}" for name in build(SMALL).state_dict()}
@@ -219,7 +223,7 @@ def test_what_never_changes_again_is_stored_once() -> None:
     assert not any(name.startswith("backbone/") for _, carried in left for name in carried.tensors)
 
 
-def test_a_module_that_an_earlier_path_has_serves_again_and_is_not_trained() -> None:
+def test_modules_of_earlier_paths_are_reused_without_training() -> None:
     method = begun(A, B, modules=1)
     assert method.path.indices == []
     assert "the path adds no module" in method.warnings()[0]
@@ -235,7 +239,7 @@ def test_a_module_that_an_earlier_path_has_serves_again_and_is_not_trained() -> 
 @pytest.mark.parametrize(
     ("every", "expected"), [(1, [1.0, 1.0, 2.5, 5.0]), (2, [1.0, 1.0, 1.0, 2.5]), (3, [1.0] * 4)]
 )
-def test_distillation_weighs_one_at_first_and_then_more_with_each_task(
+def test_distillation_weight_starts_at_one_and_grows_with_paths(
     every: int, expected: list[float]
 ) -> None:
     assert [
@@ -245,10 +249,10 @@ def test_distillation_weighs_one_at_first_and_then_more_with_each_task(
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_the_loss_is_cross_entropy_and_distillation_to_the_network_before_the_task(
+def test_loss_combines_cross_entropy_and_distillation_from_previous_network(
     every: int,
 ) -> None:
-    """It had all paths so far, the one that goes on learning too."""
+    """That network had all paths so far, including the one that continues to learn."""
     method, b = begun(A, B, C, every=every, candidates=1, tau=3.0), batch(A, B, C)
     with torch.no_grad():
         taught = torch.cat([method.heads[name](method.features(b.images)) for name in "ab"], 1)
@@ -269,7 +273,7 @@ def test_the_loss_is_cross_entropy_and_distillation_to_the_network_before_the_ta
     )
 
 
-def test_the_first_task_of_all_is_plain_cross_entropy_on_one_path() -> None:
+def test_first_task_uses_plain_cross_entropy_on_one_path() -> None:
     method = begun(A, candidates=3)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"ce"}
@@ -279,7 +283,7 @@ def test_the_first_task_of_all_is_plain_cross_entropy_on_one_path() -> None:
 
 # ---- candidates ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("candidate", [0, 1, 2])
-def test_a_candidate_trains_beside_others_exactly_as_it_does_alone(candidate: int) -> None:
+def test_candidate_trains_identically_alone_or_with_others(candidate: int) -> None:
     beside, alone = begun(A, B, candidates=3), begun(A, B, candidates=3)
     trained_ids = {id(p) for p in alone.rivals[candidate].parameters()}
     alone.rivals = torch.nn.ModuleList([alone.rivals[candidate]])
@@ -295,7 +299,7 @@ def test_a_candidate_trains_beside_others_exactly_as_it_does_alone(candidate: in
     assert not same(start, tensors(alone.rivals[0]))
 
 
-def test_candidates_differ_and_are_the_same_however_many_there_are() -> None:
+def test_candidates_are_distinct_and_independent_of_their_number() -> None:
     three, two = begun(A, B, candidates=3).rivals, begun(A, B, candidates=2).rivals
     assert [r.path.indices for r in three][:2] == [r.path.indices for r in two]
     assert all(same(tensors(one), tensors(other)) for one, other in zip(three, two, strict=False))
@@ -303,7 +307,7 @@ def test_candidates_differ_and_are_the_same_however_many_there_are() -> None:
     assert len({id(r.heads) for r in three}) == 3
 
 
-def test_their_losses_are_summed_and_shown_as_means() -> None:
+def test_candidate_losses_are_summed_and_reported_as_means() -> None:
     method, b = begun(A, B, candidates=2), batch(A, B)
     moved(method)
     taught = method.teacher.joined(b.images)
@@ -315,7 +319,7 @@ def test_their_losses_are_summed_and_shown_as_means() -> None:
 
 
 class Looked:
-    """A feed over two batches, the later one smaller; notes which split was asked for."""
+    """A fake feed of two batches, the second one smaller. `asked` records the requested splits."""
 
     group = Group()
 
@@ -338,7 +342,7 @@ class Looked:
 def test_path_candidate_is_chosen_without_test_images(
     holds_out: bool, split: str, tasks: tuple[Task, ...]
 ) -> None:
-    """Held-out images are of the task alone, and their labels count from its first class."""
+    """Held-out images belong to the last task only, and their labels start at its first class."""
     chosen_candidates = set()
     for seed in range(6):
         method, feed = begun(A, B, C, candidates=3, seed=seed), Looked(*tasks)
@@ -368,10 +372,10 @@ def test_path_candidate_is_chosen_without_test_images(
         assert torch.equal(carried.tensors["path/down"], best.path.down)
         assert torch.equal(carried.tensors["heads/a/weight"], best.heads["a"].weight)
         chosen_candidates.add(rivals.index(best))
-    assert len(chosen_candidates) > 1, "it is not always the same"
+    assert len(chosen_candidates) > 1, "the choice must depend on the seed"
 
 
-def test_what_is_kept_of_one_epoch_for_all_is_refused() -> None:
+def test_keep_best_is_refused_with_several_candidates() -> None:
     best, data = TrainSettings(keep="best"), DataSettings()
     with pytest.raises(
         UserError,
@@ -385,7 +389,7 @@ def test_what_is_kept_of_one_epoch_for_all_is_refused() -> None:
 
 # ---- through the stages --------------------------------------------------------------------------
 def four(lab: Lab, **settings: Any) -> Run:
-    """Four tasks, one epoch each."""
+    """Return a run of four tasks with one epoch each."""
     tasks = {"p": "01", "q": "2", "r": "3", "s": "4"}
     entries = [
         {"card": str(lab.card), "name": name, "classes": [*classes]}
@@ -428,12 +432,14 @@ def test_old_paths_and_trunk_stay_unchanged(lab: Lab) -> None:
         == 2
     )
     sizes = [run.trained(task).manifest["carried_bytes"] for task in range(4)]
-    assert max(sizes[1:]) < sizes[0] / 5, "the trunk is not handed on once it rests"
+    assert max(sizes[1:]) < sizes[0] / 5, "a frozen trunk must not be carried on"
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("val_fraction", [0.0, 0.2])
-def test_ranks_choose_alike(lab: Lab, tmp_path: Folder, val_fraction: float) -> None:
+def test_two_ranks_choose_the_candidate_of_one_rank(
+    lab: Lab, tmp_path: Folder, val_fraction: float
+) -> None:
     run = lab.run_of(
         "rpsnet",
         {"optimizer": "sgd", "lr": 0.05, "epochs": 1},
@@ -443,7 +449,7 @@ def test_ranks_choose_alike(lab: Lab, tmp_path: Folder, val_fraction: float) -> 
     job = run.stages(1)[0]
     one = TaskState.from_bytes(run.artifact(job).read("task.safetensors"))
     assert lab.live[job.key].context.data.has_validation == bool(val_fraction), (
-        "this decides which images they are compared on"
+        "this decides on which images candidates are compared"
     )
     on_ranks([again(job, "ranks")], 2, tmp_path / "ranks")
     artifact = Artifact.need(job.root, again(job, "ranks").key)
@@ -458,8 +464,8 @@ def test_ranks_choose_alike(lab: Lab, tmp_path: Folder, val_fraction: float) -> 
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_after_a_base_task_the_trunk_rests_from_the_start(lab: Lab, every: int) -> None:
-    """And the first path counts from the task after it."""
+def test_trunk_is_frozen_from_start_after_base_task(lab: Lab, every: int) -> None:
+    """The first path belongs to the task after the base task."""
     run = stream(lab, "rpsnet", base="two", memory=20, every=every)
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["herd"],
@@ -490,7 +496,7 @@ def test_after_a_base_task_the_trunk_rests_from_the_start(lab: Lab, every: int) 
         "tasks_share_no_memory",
     ],
 )
-def test_promises_hold_while_a_path_goes_on(
+def test_promises_hold_while_a_path_keeps_training(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, promise: str
 ) -> None:
     monkeypatch.setitem(SETTINGS, ("rpsnet", "adamw"), {"train": {"epochs": 2, "lr": 3e-3}})

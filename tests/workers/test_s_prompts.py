@@ -1,4 +1,4 @@
-"""S-Prompts: k-means, the choice of a task by its centres, and a state for each task."""
+"""Tests of S-Prompts: k-means, the choice of a task by its centres, and states."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def make_method(**settings: Any) -> SPrompts:
 
 
 @pytest.mark.parametrize(("distance", "choice"), [("l1", 1), ("l2", 0)])
-def test_the_nearest_centre_depends_on_the_distance(distance: str, choice: int) -> None:
-    """The worked value of the reference: distances 1 and 0.8, or 0.70710678 and 0.8."""
+def test_nearest_centre_depends_on_the_distance_setting(distance: str, choice: int) -> None:
+    """The distances are 1 and 0.8, or 0.70710678 and 0.8, as in the reference's example."""
     method = make_method(distance=distance)
     method.query = lambda images: torch.zeros(len(images), 2)  # type: ignore[method-assign]
     method.centres = {"two": torch.tensor([[0.5, 0.5]]), "three": torch.tensor([[0.8, 0.0]])}
@@ -63,7 +63,7 @@ def test_equal_points_have_one_centre() -> None:
     assert centres.tolist() == [[1.0, 1.0]]
 
 
-def test_domains_are_told_apart_and_answered_by_their_own_prompts(lab: Lab) -> None:
+def test_domains_are_identified_and_use_their_own_prompts(lab: Lab) -> None:
     run = run_of(lab, "s_prompts", prompts=2)
     result = run.evaluated(1)["rows"]
     assert [row["picks"]["candidates"] for row in result] == [list(NAMES)] * 2
@@ -81,7 +81,7 @@ def test_domains_are_told_apart_and_answered_by_their_own_prompts(lab: Lab) -> N
         assert result[index]["task"] == name
 
 
-def test_the_query_counts_as_a_forward_pass_unless_the_task_is_given() -> None:
+def test_query_forward_pass_is_counted_unless_the_task_is_given() -> None:
     state = TaskState("two", ("a", "b"), "s_prompts", "")
     shares = {}
     for scenario in ("task", "class", "domain"):

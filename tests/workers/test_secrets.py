@@ -1,5 +1,4 @@
-"""Credentials are refused wherever a URI may be written, and shown nowhere: the sentences do not
-repeat them."""
+"""Tests of credentials: refused in every setting with a URI, and redacted in all messages."""
 
 from __future__ import annotations
 
@@ -83,7 +82,7 @@ def test_a_uri_with_a_secret_is_refused_and_not_repeated(
     assert output.count("give it in the environment") == 9, output
 
 
-def test_a_uri_that_names_a_secret_of_the_environment_is_refused(
+def test_uri_with_a_secret_from_environment_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from pipeline.config.yaml_files import expand
@@ -109,7 +108,7 @@ def test_a_uri_that_names_a_secret_of_the_environment_is_refused(
         "abfs://container@account/x",
     ],
 )
-def test_a_uri_without_a_secret_is_not(uri: str) -> None:
+def test_uri_without_a_secret_is_accepted(uri: str) -> None:
     refuse_secrets(uri)
 
 
@@ -152,21 +151,21 @@ def test_addresses_are_shown_without_their_user() -> None:
         "postgresql://host/db?user=me&password=hush",
     ],
 )
-def test_no_form_of_a_secret_in_a_uri_is_shown(uri: str) -> None:
+def test_every_form_of_secret_in_a_uri_is_redacted(uri: str) -> None:
     for text in (uri, f"cannot connect to {uri!r}, (Background on {uri})", f"a\n{uri}\nb"):
         redacted_text = redact(text)
         assert "hush" not in redacted_text
         assert "host" in redacted_text or "s3://b" in redacted_text
-    assert redact(f"{uri} b").endswith(" b"), "what follows stays"
+    assert redact(f"{uri} b").endswith(" b"), "the text after the URI must stay"
 
 
-def test_a_long_text_is_searched_in_proportion_to_its_length() -> None:
-    """Each `://` looks for its `@` no further than a password may be long."""
+def test_password_search_is_limited_to_its_maximum_length() -> None:
+    """The search from `://` to `@` is limited to the maximum length of a password."""
     assert USER.search("://a:/" + "b" * 3000 + "@")
     assert not USER.search("://a:/" + "b" * 5000 + "@")
 
 
-def test_secrets_of_the_environment_are_shown_nowhere_even_without_their_uri(
+def test_environment_secrets_are_redacted_even_without_a_uri(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://me:pa ss%2Fhush@host/db")
@@ -182,7 +181,7 @@ def test_secrets_of_the_environment_are_shown_nowhere_even_without_their_uri(
     )
 
 
-def test_a_sentence_names_the_setting_that_holds_the_secret() -> None:
+def test_error_names_the_setting_that_holds_the_secret() -> None:
     uri = "s3://hush@b"
     for value, named in (
         (uri, "a URI begins with s3://"),

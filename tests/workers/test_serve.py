@@ -1,5 +1,4 @@
-"""Promises of the served model: what evaluation recorded is what it answers; mixed batches equal
-single images; tasks come and go."""
+"""Tests of served models: answers as evaluated, mixed batches, and adding and removing tasks."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ ALIGNED = {"slca": ("slca", "class")}
 FOUND_OUT = {"icarl": ("icarl", "class"), "supsup": ("supsup", "class")}
 OUTPUTS = {"supsup": {"outputs": 5}, "supsup_nn": {"outputs": 5}}
 CHAINS = ["packnet", "lwf"]
-SHARING = ["supsup_nn", *SUMS, *ALIGNED]  # all tasks use what they carry
+SHARING = ["supsup_nn", *SUMS, *ALIGNED]  # all tasks use the carried state
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def runs(lab: Any) -> Any:
 
 
 def mixed(run: Finished, count: int = 5) -> tuple[list[bytes], list[str]]:
-    """Images of both tasks in turn."""
+    """Return images of both tasks in random order, and their tasks."""
     both = [(data, name) for name in run.names for data in run.images(name)[0][:count]]
     order = [
         both[i]
@@ -73,7 +72,7 @@ def mixed(run: Finished, count: int = 5) -> tuple[list[bytes], list[str]]:
 # ---- answers -------------------------------------------------------------------------------------
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", [*TOLD, *FOUND_OUT])
-def test_as_many_answers_are_right_as_evaluation_recorded(runs: Any, name: Any) -> None:
+def test_served_correct_counts_equal_recorded_evaluation(runs: Any, name: Any) -> None:
     run, right = runs(name), {}
     for task in run.names:
         images, classes = run.images(task)
@@ -107,7 +106,7 @@ def test_a_mixed_batch_is_answered_like_single_images(runs: Any, name: Any) -> N
     assert all(sum(a.probabilities.values()) == pytest.approx(1) for a in together)
 
 
-def test_each_group_is_one_forward(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_task_group_takes_one_forward_pass(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = runs("packnet")
     images, tasks = mixed(run)
     batch_sizes: list[int] = []
@@ -122,7 +121,7 @@ def test_each_group_is_one_forward(runs: Any, monkeypatch: pytest.MonkeyPatch) -
     assert sorted(batch_sizes) == [5, 5]
 
 
-def test_what_tasks_share_is_computed_once(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_computation_of_tasks_runs_once(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, owner, function in (
         ("linear", "method", "features"),
         ("toast", "top_down", "first_pass"),
@@ -149,7 +148,7 @@ def test_masked_tasks_are_served_compact(runs: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["packnet", "meat"])
-def test_what_is_folded_stays_within_its_limit_and_answers_stay(runs: Any, name: str) -> None:
+def test_folded_weight_cache_limit_does_not_change_answers(runs: Any, name: str) -> None:
     run = runs(name)
     images, tasks = mixed(run)
     expected = exact(run.served, images, tasks)
@@ -166,7 +165,7 @@ def test_what_is_folded_stays_within_its_limit_and_answers_stay(runs: Any, name:
     assert 0 < small.cache.nbytes <= size
 
 
-def test_what_was_used_longest_ago_goes_first() -> None:
+def test_cache_evicts_least_recently_used_task() -> None:
     computed: list[str] = []
 
     def compute(task: str) -> dict[str, torch.Tensor]:
@@ -179,7 +178,7 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     assert computed == ["a", "b", "c", "b"]
 
 
-def test_paths_bytes_arrays_and_pictures_are_one_image(runs: Any, tmp_path: Path) -> None:
+def test_all_image_input_types_give_the_same_answer(runs: Any, tmp_path: Path) -> None:
     run = runs("meat")
     data = run.images("two")[0][0]
     picture = Image.open(io.BytesIO(data))
@@ -195,7 +194,7 @@ def test_paths_bytes_arrays_and_pictures_are_one_image(runs: Any, tmp_path: Path
     assert len({a.probability for a in run.served.predict(kinds, "two")}) == 1
 
 
-def test_without_a_task_it_refuses_or_takes_the_surest_head(runs: Any) -> None:
+def test_image_without_task_is_refused_or_gets_most_confident_head(runs: Any) -> None:
     run = runs("meat")
     images, _ = mixed(run)
     with pytest.raises(
@@ -212,7 +211,7 @@ def test_without_a_task_it_refuses_or_takes_the_surest_head(runs: Any) -> None:
         assert answer.confidence == answer.probability == pytest.approx(best.probability, abs=1e-5)
 
 
-def test_told_and_untold_images_share_a_request(runs: Any) -> None:
+def test_request_may_mix_images_with_and_without_task(runs: Any) -> None:
     run = runs("icarl")
     images, tasks = mixed(run)
     some = [task if row % 2 else None for row, task in enumerate(tasks)]
@@ -225,7 +224,7 @@ def test_told_and_untold_images_share_a_request(runs: Any) -> None:
     } == {5}
 
 
-def test_top_shortens_the_list(runs: Any) -> None:
+def test_top_limits_number_of_returned_probabilities(runs: Any) -> None:
     answer = runs("meat").served.predict(runs("meat").images("three")[0][:1], "three", top=2)[0]
     assert len(answer.probabilities) == 2
     assert answer.class_ == next(iter(answer.probabilities))
@@ -240,7 +239,9 @@ def test_top_shortens_the_list(runs: Any) -> None:
         ({"tasks": "two", "top": -1}, "top is -1"),
     ],
 )
-def test_what_cannot_be_answered_gets_a_sentence(runs: Any, arguments: Any, message: str) -> None:
+def test_invalid_prediction_request_raises_user_error(
+    runs: Any, arguments: Any, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         runs("meat").served.predict([np.zeros((4, 4, 3), np.uint8)], **arguments)
 
@@ -270,7 +271,7 @@ def test_images_are_resized_as_in_training(folder: Any) -> None:
         assert np.array_equal(pixels[0], square.transpose(2, 0, 1))
 
 
-def test_a_folder_answers_like_the_store(runs: Any, folder: Any) -> None:
+def test_model_folder_answers_like_the_store(runs: Any, folder: Any) -> None:
     for name in ("meat", "packnet"):
         images, tasks = mixed(runs(name))
         assert exact(Predictor.open(f"file://{folder(name)}"), images, tasks) == exact(
@@ -296,7 +297,7 @@ def test_folder_contains_no_pickle_and_no_store_path(runs: Any, folder: Any) -> 
     ["backbone.safetensors", "tasks/two.safetensors", "carried/retrain.safetensors", "model.json"],
 )
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
-def test_every_damage_is_found(folder: Any, file: str, damage: str) -> None:
+def test_damaged_model_folder_file_is_named_in_error(folder: Any, file: str, damage: str) -> None:
     model_folder = Path(folder("packnet"), file)
     data = model_folder.read_bytes()
     model_folder.unlink() if damage == "gone" else model_folder.write_bytes(
@@ -306,13 +307,13 @@ def test_every_damage_is_found(folder: Any, file: str, damage: str) -> None:
         Predictor.open(str(model_folder.parents["/" in file]))
 
 
-def test_a_bundle_goes_into_a_new_folder_alone(folder: Any, runs: Any) -> None:
+def test_bundle_is_not_written_into_existing_nonempty_folder(folder: Any, runs: Any) -> None:
     with pytest.raises(UserError, match="exists already and is not an empty folder"):
         runs("meat").bundle.write(folder("meat"))
 
 
 class Retuned(MeatSettings):
-    """A later version, in which a default changed, and which has a new setting."""
+    """Settings of a later version, with a changed default and a new setting."""
 
     alpha: float = 77.0
     fresh: Annotated[int, Neutral(0)] = 5
@@ -333,7 +334,7 @@ def test_folder_is_served_with_its_written_settings(
 
 
 def test_task_with_partially_written_settings_is_equal(folder: Any) -> None:
-    """An older version wrote only what a config had set."""
+    """An older version wrote only the settings in the config."""
     model_folder = folder("meat")
     bundle = Bundle.open(model_folder)
     older = replace(bundle, body={**bundle.body, "settings": {}})
@@ -342,7 +343,7 @@ def test_task_with_partially_written_settings_is_equal(folder: Any) -> None:
     assert single_tasks.import_task(model_folder, data, "two.task").name == "two"
 
 
-# ---- tasks that come and go ----------------------------------------------------------------------
+# ---- adding and removing tasks -------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["meat", "toast", "linear", "supsup", *SHARING, *CHAINS])
 def test_removed_task_is_gone_and_others_answer_as_before(
     runs: Any, folder: Any, name: Any
@@ -362,13 +363,13 @@ def test_removed_task_is_gone_and_others_answer_as_before(
     assert not [name for name in carried if name.startswith("heads/two/")]
 
 
-def test_a_task_that_others_answer_with_is_not_removed(runs: Any, folder: Any) -> None:
+def test_task_that_other_tasks_need_cannot_be_removed(runs: Any, folder: Any) -> None:
     with pytest.raises(UserError, match="task 'two' cannot be removed, because other tasks"):
         single_tasks.remove_task(folder("icarl"), "two")
 
 
 @pytest.mark.parametrize("name", ["meat", "toast", "linear", "supsup"])
-def test_an_exported_task_is_served_elsewhere_as_it_was(runs: Any, folder: Any, name: str) -> None:
+def test_exported_and_reimported_task_gives_same_answers(runs: Any, folder: Any, name: str) -> None:
     model_folder = folder(name)
     images, tasks = mixed(runs(name))
     before = exact(Predictor.open(model_folder), images, tasks)
@@ -383,7 +384,9 @@ def test_an_exported_task_is_served_elsewhere_as_it_was(runs: Any, folder: Any, 
         single_tasks.import_task(model_folder, data, "two.task")
 
 
-def test_what_does_not_belong_together_is_not_imported(runs: Any, folder: Any, lab: Any) -> None:
+def test_incompatible_task_or_invalid_file_is_not_imported(
+    runs: Any, folder: Any, lab: Any
+) -> None:
     data = single_tasks.export_task(Bundle.open(folder("meat")), "two")
     for name in CHAINS:
         with pytest.raises(UserError, match="trains weights that its tasks share"):
@@ -407,7 +410,7 @@ def test_a_task_of_an_unknown_method_is_not_imported(
 
 
 def forged(data: bytes, tensors: dict[str, Any] | None = None, **changes: Any) -> bytes:
-    """Return an exported task with other tensors, or with other fields of its two headers."""
+    """Return an exported task with changed tensors, or with changed fields in its two headers."""
     length = int.from_bytes(data[:8], "little")
     metadata = json.loads(data[8 : 8 + length])["__metadata__"]
     header, needs = json.loads(metadata["accrete"]), json.loads(metadata["accrete.needs"])
@@ -474,7 +477,7 @@ def test_a_forged_folder_is_not_served(folder: Any, case: str) -> None:
         Bundle.open(model_folder).method()
 
 
-def test_a_task_is_replaced_if_that_is_said(folder: Any) -> None:
+def test_existing_task_is_replaced_only_with_replace_option(folder: Any) -> None:
     model_folder = folder("linear")
     names = [task.name for task in Bundle.open(model_folder).tasks]
     data = single_tasks.export_task(Bundle.open(model_folder), "two")
@@ -493,7 +496,7 @@ def import_as(model_folder: str, data: bytes, name: str) -> str:
 
 
 @pytest.mark.slow
-def test_tasks_that_are_imported_at_once_are_all_there(folder: Any) -> None:
+def test_concurrent_task_imports_and_removals_all_take_effect(folder: Any) -> None:
     model_folder = folder("linear")
     data = single_tasks.export_task(Bundle.open(model_folder), "two")
     with ProcessPoolExecutor(4, small_run.processes()) as pool:
@@ -511,7 +514,7 @@ def test_tasks_that_are_imported_at_once_are_all_there(folder: Any) -> None:
     assert not Path(model_folder, versions.LOCK).exists()
 
 
-def test_limits_are_kept(runs: Any) -> None:
+def test_request_with_too_many_images_is_refused(runs: Any) -> None:
     image = np.zeros((4, 4, 3), np.uint8)
     with pytest.raises(UserError, match="3 images in one request are more than 2"):
         runs("meat").served.predict([image] * 3, "two", limits=Limits(images=2))

@@ -1,4 +1,4 @@
-"""Every setting has an effect, is refused where it has none, or is listed with the reason.
+"""Tests that every setting has an effect, is refused if it has none, or is listed with a reason.
 
 Each test changes one setting of a run of two toy tasks, and compares the stored results.
 """
@@ -21,16 +21,19 @@ from workers.storage.artifact import Artifact
 from workers.storage.taskstate import load_tensors
 
 TRAIN = {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.05, "epochs": 1, "batch_size": 32}
-# in `make test`; `make test-all` has all methods
+# Methods in `make test`. `make test-all` tests all methods.
 QUICK = ("adapter", "ewc", "hat", "meat")
 
 
 @dataclass(frozen=True)
 class Change:
-    """Another value of a setting, and the values of others beside which it has an effect.
+    """Another value of a setting, and other settings that it needs to have an effect.
 
-    value: None for another one that the type allows. beside: of the same section. train: of the
-    section `train`. scenario: "" for the method's first.
+    Attributes:
+        value: The value. None: any other value that the type allows.
+        beside: Other settings of the same section.
+        train: Settings of the section `train`.
+        scenario: The scenario. "": the method's first scenario.
     """
 
     value: Any = None
@@ -39,11 +42,13 @@ class Change:
     scenario: str = ""
 
 
-# (method, or `*` for all that have the setting; setting) -> how a change has an effect
+# (method, or `*` for all methods with the setting; setting) -> a change that has an effect
 CHANGES: dict[tuple[str, str], Change] = {
     ("*", "expected_tasks"): Change(20, {"start": "sparse"}),
     ("*", "memory"): Change(10, {"per_class": 0}),
-    ("*", "selection"): Change(beside={"memory": 20, "per_class": 0}),  # of few the choice matters
+    ("*", "selection"): Change(
+        beside={"memory": 20, "per_class": 0}
+    ),  # the choice matters if few are kept
     ("*", "adapter_width"): Change(beside={"first_session": "adapter"}),
     ("*", "adapter_dropout"): Change(0.5, {"first_session": "adapter"}),
     ("*", "head_scale"): Change(beside={"first_session": "adapter"}),
@@ -63,7 +68,7 @@ CHANGES: dict[tuple[str, str], Change] = {
     ("er_ace", "memory"): Change(10),
     ("ewc", "samples"): Change(20),
     ("ewc", "gamma"): Change(0.5, {"online": True}),
-    ("foster", "beta"): Change(0.5, {"memory": 20}),  # then classes differ in their images
+    ("foster", "beta"): Change(0.5, {"memory": 20}),  # so that classes differ in size
     ("foster", "compress_beta"): Change(0.5, {"memory": 20}),
     ("gdumb", "memory"): Change(10),
     ("gem", "gamma"): Change(5.0),
@@ -165,7 +170,7 @@ def is_equal(first: Artifact, second: Artifact) -> bool:
 
 
 def changed_stage(run: Run, other: Run) -> str | None:
-    """Return the first stage whose results differ; None if all are equal."""
+    """Return the first stage with different results; None if all results are equal."""
     for job, changed in zip(jobs_in_order(run), jobs_in_order(other), strict=True):
         if job.key != changed.key and not is_equal(run.artifact(job), other.artifact(changed)):
             return job.id
@@ -181,7 +186,7 @@ def changed_value(settings: type[BaseModel], name: str, change: Change) -> Any:
 
 
 def settings_without_effect(lab: Lab, method: str) -> dict[str, Any]:
-    """Return the settings of a method that change no result -> the value that was tried."""
+    """Return setting -> tried value, for the settings of a method that change no result."""
     settings = METHODS[method].Settings
     without_effect = {}
     for name in named_fields(settings):
@@ -225,14 +230,14 @@ def test_later_settings_do_not_change_the_first_task(
     assert usual.stages(1)[0].key != changed.stages(1)[0].key
     # Trained with the changed values, the first task has the same results.
     monkeypatch.delattr(cls, "later_settings")
-    monkeypatch.setattr(lab, "runs", {})  # their keys have been made before
+    monkeypatch.setattr(lab, "runs", {})  # the cached runs have older keys
     usual, changed = (method_run(lab, method, Change(beside=beside), v) for v in ({}, values))
     (first, *_), (first_changed, *_) = usual.stages(0), changed.stages(0)
     assert first.key != first_changed.key
     assert is_equal(usual.artifact(first), changed.artifact(first_changed))
 
 
-ALWAYS_ACTIVE = {("supsup_nn", "outputs")}  # it is at least 1 there
+ALWAYS_ACTIVE = {("supsup_nn", "outputs")}  # `outputs` is at least 1 there
 MARKED = [
     (method, name, mark)
     for method, cls in METHODS.items()
@@ -277,7 +282,7 @@ def test_a_setting_without_effect_is_refused(
         ),
     ],
 )
-def test_a_setting_without_effect_beside_two_others_is_refused(
+def test_setting_made_ineffective_by_other_settings_is_refused(
     lab: Lab, method: str, settings: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(UserError, match=text):
@@ -357,7 +362,7 @@ def test_a_setting_of_training_or_data_without_effect_is_refused(
         lab.run_of("finetune", sections["train"], data=sections["data"])
 
 
-def test_a_setting_that_one_method_of_several_uses_is_accepted(lab: Lab) -> None:
+def test_setting_used_by_at_least_one_method_is_accepted(lab: Lab) -> None:
     methods = {"linear": {}, "finetune": {"train": {"optimizer": "sgd"}}}
     run = lab.run_of("finetune", {**TRAIN, "momentum": 0.5}, methods=methods)
     assert run.jobs

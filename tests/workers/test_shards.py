@@ -1,4 +1,4 @@
-"""The index of an ingest stage: a rank reads the rows of its task."""
+"""Tests of the index of an ingest stage: a rank reads only the rows of its task."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from workers.data.shards import INDEX, SCHEMA, Shards
 from workers.job import Task
 from workers.storage.artifact import Attempt
 
-GROUP = 100  # rows
-CLASSES = 10  # each has two groups in the train split, and one in the test split
+GROUP = 100  # rows in a row group
+CLASSES = 10  # each has two row groups in the train split, and one in the test split
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> str:
-    """An artifact whose index has 30 groups of rows, as ingest sorts them."""
+    """Write an artifact with an index of 30 row groups, sorted as by ingest; return its root."""
     attempt = Attempt(str(tmp_path), "key")
     tables = []
     for split, count in (("test", GROUP), ("train", 2 * GROUP)):
@@ -48,7 +48,7 @@ def root(tmp_path: Path) -> str:
 
 @pytest.fixture
 def read_groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of the groups of which all columns were read."""
+    """Return a list of the row groups that are read with all columns."""
     numbers: list[int] = []
     read = pq.ParquetFile.read_row_group
 
@@ -63,7 +63,7 @@ def read_groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
-def test_groups_without_a_row_of_the_task_are_not_read(root: str, read_groups: list[int]) -> None:
+def test_row_groups_without_task_rows_are_not_read(root: str, read_groups: list[int]) -> None:
     table = Shards.open(root, "key").select("train", ["7", "3"])
     assert read_groups == [16, 17, 24, 25]
     index = Shards.open(root, "key").read_index()

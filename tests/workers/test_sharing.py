@@ -1,5 +1,7 @@
-"""Two users of a group on one storage, whatever their umasks: what one writes the other reads,
-replaces and deletes."""
+"""Tests of a storage that two users of a group share, with any umasks.
+
+Each user can read, replace and delete the files of the other.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from workers.storage.lock import stage_lock
 
 
 def use(storage: str, name: str) -> None:
-    """What a run does in a storage, in short: looks, reads, withdraws, writes, claims, commits."""
+    """Use a storage as a run does: check, read, withdraw, write, lock, commit, delete."""
     store = Store(storage)
     store.check_writable()
     for other in ("first", "second"):
@@ -47,9 +49,11 @@ def use(storage: str, name: str) -> None:
 
 
 def as_user(user: int, group: int, mask: int, call: Callable[[], None]) -> str:
-    """`call()` in a process of another user. Returns the traceback, empty where there is none. The
-    interpreter may lie where that user cannot read, so the process is forked with all that it needs
-    imported."""
+    """Run `call()` in a process of another user; return the traceback, or "" without an error.
+
+    The process is forked with all imports done, because that user may be unable to read the files
+    of the interpreter.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -75,7 +79,7 @@ def umasked(mask: int) -> int:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[Any]:
-    """A storage for a group; the umask of whoever runs the tests is strict meanwhile."""
+    """Yield a storage for a group, while the umask of this process is strict."""
     storage = tmp_path / "storage"
     storage.mkdir()
     storage.chmod(0o2770)
@@ -86,7 +90,7 @@ def shared(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def folder_of_all() -> Iterator[Path]:
-    """A folder that every user may enter; pytest's own folders are for its user alone."""
+    """Yield a folder that every user may enter; pytest's own folders are only for its user."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
@@ -115,10 +119,10 @@ def test_shared_storage_stays_group_writable_for_any_umask(shared: Any) -> None:
     for path, mode in mode_by_path.items():
         expected_mode = 0o2070 if (shared / path).is_dir() else 0o060
         assert mode & expected_mode == expected_mode, path
-        assert not mode & 0o007, "others have no more than the umask gives them"
+        assert not mode & 0o007, "others have only the permissions that the umask allows"
 
 
-def test_what_is_made_in_a_storage_of_ones_own_follows_the_umask(tmp_path: Path) -> None:
+def test_private_storage_follows_the_umask(tmp_path: Path) -> None:
     before = umasked(0o027)
     try:
         make_dirs(str(tmp_path / "a" / "b"))
@@ -135,7 +139,7 @@ def test_what_is_made_in_a_storage_of_ones_own_follows_the_umask(tmp_path: Path)
 
 @pytest.mark.skipif(os.getuid() != 0, reason="it takes root to be two users")
 @pytest.mark.parametrize("masks", [(0o077, 0o022), (0o022, 0o077)])
-def test_two_users_of_a_group_read_and_replace_what_the_other_wrote(
+def test_group_members_can_read_and_replace_each_others_files(
     masks: Any, folder_of_all: Any
 ) -> None:
     storage = folder_of_all / "storage"
@@ -155,7 +159,7 @@ def test_two_users_of_a_group_read_and_replace_what_the_other_wrote(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="it takes root to be two users")
-def test_a_storage_that_is_not_shared_is_one_sentence_for_another_user(folder_of_all: Any) -> None:
+def test_unshared_storage_gives_other_users_a_remedy(folder_of_all: Any) -> None:
     storage = folder_of_all / "storage"
     storage.mkdir()
     os.chown(storage, 12001, 12000)
@@ -167,9 +171,7 @@ def test_a_storage_that_is_not_shared_is_one_sentence_for_another_user(folder_of
     assert "chmod g+s" in output
 
 
-def test_a_cache_that_another_user_made_is_left_to_that_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = str(tmp_path)
     assert builder.cache_folder("", storage) == f"{storage}/cache"
     (tmp_path / "cache").mkdir()

@@ -1,4 +1,4 @@
-"""SI and MAS: importance and penalty, with the worked values of the reference."""
+"""Tests of SI and MAS: importance and penalty, with the worked values of the reference."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def regression(
     size: int = 4,
     **s: Any,
 ) -> Any:
-    """A method that has begun `step`: the backbone computes z, and the head hands it on."""
+    """Return a method that has begun `step`; the backbone computes z, the head is the identity."""
     backbone: Any = nn.Linear(2, 3)
     backbone.num_features = 3
     with torch.no_grad():
@@ -100,7 +100,7 @@ def weights(method: Any) -> Tensor:
 
 
 def train(method: Any, task: Task, steps: int, rate: float = 0.5) -> Any:
-    """Train on all points at once, by plain SGD on the backbone alone."""
+    """Train only the backbone, with plain SGD on all points at once."""
     optimizer = torch.optim.SGD(method.backbone.parameters(), lr=rate)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -134,7 +134,7 @@ def test_si_gives_the_worked_values_of_the_first_task() -> None:
 
 
 def test_si_gives_the_worked_values_of_the_second_task() -> None:
-    """With the penalty's gradient in it, the sum of omega would be .381749, not .421345."""
+    """With the gradient of the penalty, the path would sum to 0.381749, not to 0.421345."""
     method = train(regression("si", B, after_first()[1], xi=0.1, c=1.0), B, 2)
     assert close(weights(method), THETA_2)
     assert float(method.penalty()) == pytest.approx(0.092842, abs=1e-6)
@@ -143,7 +143,7 @@ def test_si_gives_the_worked_values_of_the_second_task() -> None:
     assert close(omega(method.finish()[1]), OMEGA_2)
 
 
-def test_si_path_is_the_fall_of_the_loss_for_small_steps() -> None:
+def test_si_path_equals_the_loss_decrease_for_small_steps() -> None:
     method = regression("si", A)
     whole = points(A, torch.arange(4))
     before = method.loss(whole, START)[0].item()
@@ -162,8 +162,8 @@ def test_si_importance_is_never_negative_and_zero_where_nothing_moved() -> None:
 
 # ---- MAS -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_mas_is_a_mean_over_images_whatever_the_batch(size: int) -> None:
-    """As one batch of four it would be 3.2875 in sum, not 4.5375."""
+def test_mas_is_a_mean_over_images_for_any_batch_size(size: int) -> None:
+    """The gradient of a batch of four as a whole would give a sum of 3.2875, not 4.5375."""
     method = regression("mas", A, step="importance", size=size)
     found = omega(method.finish()[1])
     assert close(found, MAS)
@@ -181,14 +181,14 @@ def test_mas_adds_up_over_tasks_and_uses_the_chosen_images() -> None:
     assert not close(two, MAS)
 
 
-# ---- the penalty of both -------------------------------------------------------------------------
-def test_the_gradient_of_the_penalty_is_that_of_its_value() -> None:
+# ---- the penalty of both methods -----------------------------------------------------------------
+def test_penalty_gradient_matches_the_penalty_value() -> None:
     settings: dict[str, Any] = {"lambda": 0.3}
     carried = regression("mas", A, step="importance").finish()[1]
     method = regression("mas", B, carried, **settings)
     whole = points(B, torch.arange(3))
     _, terms = method.loss(whole, START)
-    assert terms["penalty"] == 0, "at the anchor"
+    assert terms["penalty"] == 0, "the penalty must be zero at the anchor"
     with torch.no_grad():
         method.backbone.weight.add_(0.1)
         method.backbone.bias.sub_(0.2)
@@ -205,7 +205,7 @@ def test_the_gradient_of_the_penalty_is_that_of_its_value() -> None:
     assert torch.allclose(after - before, 0.6 * torch.tensor(MAS) * moved, atol=1e-6)
 
 
-def test_a_penalty_too_stiff_for_sgd_is_warned_of() -> None:
+def test_penalty_too_stiff_for_sgd_gives_a_warning() -> None:
     carried = regression("mas", A, step="importance").finish()[1]
     for weight, count in ((10.0, 1), (0.5, 0)):
         settings: dict[str, Any] = {"lambda": weight}
@@ -214,7 +214,7 @@ def test_a_penalty_too_stiff_for_sgd_is_warned_of() -> None:
         assert all("lower lambda or train.lr" in warning for warning in warnings)
 
 
-def test_a_first_task_is_not_warned_of_the_penalty_of_the_next() -> None:
+def test_first_task_has_no_penalty_warning() -> None:
     method = regression("si", A, c=100.0)
     train(method, A, 3)
     carried = method.finish()[1]
@@ -225,7 +225,7 @@ def test_a_first_task_is_not_warned_of_the_penalty_of_the_next() -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("scenario", ["class", "task"])
 @pytest.mark.parametrize(("method", "weight"), [("si", "c"), ("mas", "lambda")])
-def test_without_a_weight_it_is_fine_tuning(
+def test_zero_penalty_weight_equals_fine_tuning(
     lab: Lab, method: str, weight: str, scenario: str
 ) -> None:
     train_settings = QUICK | {"weight_decay": 0.0}
@@ -240,7 +240,7 @@ def test_without_a_weight_it_is_fine_tuning(
 
 
 def test_si_path_is_stored_with_the_weights() -> None:
-    """In checkpoints, and for the best epoch (`keep: best`)."""
+    """Checkpoints and the best epoch (`keep: best`) use this state."""
     method = regression("si", A)
     stored = trained_state(method)
     assert {"path.0", "path.1"} <= stored.keys()

@@ -1,4 +1,4 @@
-"""SLCA and the alignment of heads: the numbers of their equations, and which head is used where."""
+"""Tests of SLCA and head alignment: values of the equations, training, and use of the heads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLAN = AlignmentPlan(2, 16, 16, 0.1, 0.1, shrinks=True)
 
 
 # ---- alignment -----------------------------------------------------------------------------------
-def test_the_loss_has_the_value_of_its_equation() -> None:
+def test_normalised_loss_matches_worked_value() -> None:
     logits = [torch.tensor([[3.0, 4]]), torch.tensor([[0.0, 1]])]
     loss = compute_normalised_loss(logits, torch.tensor([0]), 0.1)
     assert float(loss) == pytest.approx(3.36843104, abs=1e-5)
@@ -46,7 +46,7 @@ def test_means_of_earlier_tasks_are_shrunk() -> None:
     assert list_shrink_factors(1) == pytest.approx([1])
 
 
-def test_gaussians_are_those_of_the_features() -> None:
+def test_fitted_gaussians_match_feature_means_and_covariances() -> None:
     features = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(40) % 2
     gaussians = fit_gaussians(features, labels, 2)
@@ -91,7 +91,7 @@ def toy() -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, ClassGaussians]]:
     return heads, {"one": gaussians_of(0, 2), "two": gaussians_of(1, 3)}
 
 
-def test_the_first_step_is_that_of_sgd_on_the_loss() -> None:
+def test_first_alignment_step_equals_sgd_on_the_loss() -> None:
     heads, gaussians = toy()
     plan = AlignmentPlan(1, 16, 80, 0.1, 0.1, shrinks=True)
     aligned = align_heads(heads, gaussians, plan, seed=3)
@@ -123,7 +123,7 @@ def test_the_rate_falls_along_a_cosine_over_epochs(monkeypatch: pytest.MonkeyPat
     assert seen == pytest.approx([rate for rate in expected for _ in range(5)])
 
 
-def test_alignment_is_a_function_of_its_arguments() -> None:
+def test_alignment_is_deterministic_for_its_arguments() -> None:
     heads, gaussians = toy()
     first, second = (align_heads(heads, gaussians, PLAN, seed=0) for _ in range(2))
     other = align_heads(heads, gaussians, PLAN, seed=1)
@@ -195,7 +195,7 @@ def test_the_first_task_is_not_aligned(lab: Lab) -> None:
     assert [step.name for step in Slca.steps_for(SlcaSettings(), -1)] == ["statistics"]
 
 
-def test_the_chain_carries_heads_before_alignment_and_serves_aligned_ones(lab: Lab) -> None:
+def test_unaligned_heads_are_carried_and_aligned_heads_served(lab: Lab) -> None:
     run = run_of(lab)
     trained, aligned = (carried_of(run, 1, step) for step in ("train", "align"))
     first = run.state(0).head
@@ -241,7 +241,7 @@ def test_without_alignment_heads_stay_as_they_were_trained(lab: Lab) -> None:
 
 
 def test_the_alignment_takes_tasks_in_stream_order(lab: Lab) -> None:
-    """The alphabet has them in another order."""
+    """Alphabetical order would be different."""
     run = run_of(lab)
     job = run.stages(1)[-1]
     with mock.patch("workers.methods.bases.alignment.align_heads", wraps=align_heads) as aligning:
@@ -263,7 +263,7 @@ def test_an_alignment_without_gaussians_is_refused(lab: Lab) -> None:
         lab.stage(job)
 
 
-def test_a_carried_state_without_an_aligned_head_is_refused(lab: Lab) -> None:
+def test_carried_state_without_aligned_head_is_refused(lab: Lab) -> None:
     run = run_of(lab)
     carried, method = run.carried(1), run.fresh(1)
     method.load_task(run.state(0))

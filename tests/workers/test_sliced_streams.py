@@ -1,4 +1,4 @@
-"""Tasks whose classes come back: each image is in one task, and one head learns them all."""
+"""Tests of streams in which classes return: slices of images, one head, and shared exemplars."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run_of(
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", SHARED)
-def test_a_method_learns_slices_with_classes_that_come_back(lab: Lab, card: str, name: str) -> None:
+def test_method_learns_slices_with_returning_classes(lab: Lab, card: str, name: str) -> None:
     run = run_of(lab, card, name)
     rows = run.evaluated(2)["rows"]
     assert [row["task"] for row in rows] == list(NAMES)
@@ -78,7 +78,7 @@ def test_a_method_learns_slices_with_classes_that_come_back(lab: Lab, card: str,
 
 @pytest.mark.parametrize("splits", [("train", "val"), ("test",)])
 @pytest.mark.parametrize("kind", [{"kind": "repeating", "classes": 3}, {"kind": "blurry"}])
-def test_each_image_is_in_one_slice(lab: Lab, card: str, kind: Any, splits: Any) -> None:
+def test_each_image_is_in_exactly_one_slice(lab: Lab, card: str, kind: Any, splits: Any) -> None:
     run = run_of(lab, card, "finetune", tasks=3, **kind)
     tasks = run.stages(2)[0].tasks
     whole = dataclasses.replace(tasks[0], parts=None)
@@ -107,8 +107,8 @@ def test_a_slice_without_images_is_refused(lab: Lab, card: str) -> None:
         select(str(lab.store.root), (empty,), "train", 0.0)
 
 
-def test_a_model_of_slices_is_written_and_measured(lab: Lab, card: str) -> None:
-    """Of slices that lack a class, which has no mean there."""
+def test_bundle_of_a_sliced_stream_has_reference_measurements(lab: Lab, card: str) -> None:
+    """A slice that lacks a class has no mean of that class."""
     run = run_of(lab, card, "er")
     last = run.evaluate_job(2)
     run.evaluated(2)
@@ -119,8 +119,8 @@ def test_a_model_of_slices_is_written_and_measured(lab: Lab, card: str) -> None:
     assert len({*last.tasks}) == 3, "tasks are hashable"
 
 
-def test_validation_images_are_held_out_of_whole_classes(lab: Lab, card: str) -> None:
-    """So that a small part of a class is not halved."""
+def test_validation_split_is_made_per_whole_class(lab: Lab, card: str) -> None:
+    """The split is made per whole class, so that a small part of a class is not halved."""
     slices: dict[str, Any] = {"kind": "blurry", "tasks": 3, "blur": 0.5, "disjoint": 0.0}
     tasks = run_of(lab, card, "finetune", **slices).stages(2)[0].tasks
     whole = dataclasses.replace(tasks[0], parts=None)
@@ -169,7 +169,7 @@ def test_slices_share_the_exemplars_of_a_class(lab: Lab, card: str) -> None:
             counts.update({name: len(keys) for name, keys in classes.items()})
         assert counts.keys() == {*"0123"}
         assert all(8 <= count <= 10 for count in counts.values()), counts
-    # after two tasks a part that is still to come leaves no gap
+    # after two tasks, no room is left unused for later parts of a class
     assert (
         sum(len(keys) for classes in memory_of(run, 1).values() for keys in classes.values()) > 33
     )
@@ -195,14 +195,14 @@ def test_gdumb_balances_classes_over_slices() -> None:
     assert Counter(key.split("/")[1] for key in kept) == dict.fromkeys("abcd", 15)
 
 
-def test_a_memory_counts_a_class_of_several_slices_once(lab: Lab, card: str) -> None:
+def test_memory_counts_a_class_of_several_slices_once(lab: Lab, card: str) -> None:
     run_of(lab, card, "replay", {"memory": 4})
     with pytest.raises(UserError, match="memory is 3, and the stream has 4 classes"):
         run_of(lab, card, "replay", {"memory": 3})
 
 
-def test_er_ace_leaves_outputs_of_absent_classes_alone(lab: Lab, card: str) -> None:
-    """Its first term compares the classes that come in the slice."""
+def test_er_ace_gives_absent_classes_no_gradient(lab: Lab, card: str) -> None:
+    """The first term of the loss compares only the classes in the slice."""
     run = run_of(lab, card, "er_ace")
     job = run.stages(2)[0]
     assert job.task is not None

@@ -1,4 +1,4 @@
-"""Classifiers from statistics of frozen features: the numbers of the equations, and their sums."""
+"""Tests of classifiers from statistics of frozen features: equations, sums, features, ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from workers.methods.bases.statistics import ClassStatistics
 from workers.methods.ranpac import compute_ridge_error, is_validated, solve_ridge
 from workers.storage.artifact import Artifact
 
-# classes 0 0 1 1 2 2
 X = torch.tensor([[2.0, 1], [1, 2], [4, 0], [0, -1], [-2, 0], [-1, -1]])
 LABELS = torch.tensor([0, 0, 1, 1, 2, 2])
 PROBE = torch.tensor([[1.0, 0.5]])
@@ -34,7 +33,7 @@ PLAN = OptimPlan(1.0, 0.0, 1, 1.0)
 
 
 class Identity(nn.Module):
-    """A backbone whose features are its images."""
+    """A backbone that returns its images as features."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -68,7 +67,7 @@ def close(*expected: float, digits: float = 1e-6) -> Any:
     return pytest.approx(list(expected), abs=digits)
 
 
-def test_simplecil_is_the_cosine_to_the_mean_of_raw_features() -> None:
+def test_simplecil_scores_are_cosines_to_raw_feature_means() -> None:
     method = method_of("simplecil")
     learn(method, THREE, X, LABELS)
     means = method.heads["three"].weight[:, 0].flatten().tolist()
@@ -77,7 +76,7 @@ def test_simplecil_is_the_cosine_to_the_mean_of_raw_features() -> None:
     assert scores(method, 7 * PROBE) == close(0.94868330, 0.75925660, -0.98994949)
 
 
-def test_ncm_is_the_euclidean_distance_to_the_mean() -> None:
+def test_ncm_scores_are_euclidean_distances_to_class_means() -> None:
     method = method_of("ncm")
     learn(method, THREE, X, LABELS)
     means = torch.tensor([[1.5, 1.5], [2, -0.5], [-1.5, -0.5]])
@@ -85,14 +84,14 @@ def test_ncm_is_the_euclidean_distance_to_the_mean() -> None:
     assert scores(method, PROBE) == close(*distances.tolist())
 
 
-def test_slda_has_the_scores_of_its_equation() -> None:
+def test_slda_scores_follow_the_equation() -> None:
     method = method_of("slda", shrinkage=0.01)
     learn(method, THREE, X, LABELS)
     assert method.scatter.flatten().tolist() == close(9, 1, 1, 1.5)
     assert scores(method, PROBE) == close(-1.29721514, -2.25898878, -2.53415563)
 
 
-def test_fecam_has_the_distance_of_its_equation() -> None:
+def test_fecam_distances_follow_the_equation() -> None:
     features = torch.tensor([[2.0, 1, 0], [1, 2, 1], [3, 1, 1], [1, 1, -1]])
     method = method_of("fecam", width=3)
     learn(method, Task("one", "card", "key", ("a",)), features, torch.zeros(4, dtype=torch.long))
@@ -103,7 +102,7 @@ def test_fecam_has_the_distance_of_its_equation() -> None:
     assert scores(method, torch.ones(1, 3)) == close(-0.31357457)
 
 
-def test_fecam_measures_equal_images_by_their_euclidean_distance() -> None:
+def test_fecam_uses_euclidean_distance_without_feature_variance() -> None:
     method = method_of("fecam")
     task = Task("one", "card", "key", ("a", "b"))
     learn(method, task, torch.tensor([[3.0, 4]] * 3 + [[1.0, 0]]), torch.tensor([0, 0, 0, 1]))
@@ -116,7 +115,7 @@ def test_fecam_measures_equal_images_by_their_euclidean_distance() -> None:
 PROJECTION = torch.tensor([[1.0, -1, 0.5], [0, 1, -1]])
 
 
-def test_ranpac_has_the_weights_of_its_equation() -> None:
+def test_ranpac_weights_follow_the_equation() -> None:
     method = method_of("ranpac", projection=3, ridge=1.0)
     method.projection = PROJECTION
     learn(method, THREE, X, LABELS)
@@ -132,7 +131,7 @@ def test_ranpac_has_the_weights_of_its_equation() -> None:
     assert torch.allclose((gram + torch.eye(3)) @ solve_ridge(gram, targets, 1.0), targets)
 
 
-def test_the_ridge_error_follows_from_the_sums() -> None:
+def test_ridge_error_is_computed_from_the_sums() -> None:
     projected = (X @ PROJECTION).relu().double()
     one_hot = nn.functional.one_hot(LABELS).double()
     fits, validates = [0, 2, 4], [1, 3, 5]
@@ -145,8 +144,8 @@ def test_the_ridge_error_follows_from_the_sums() -> None:
     assert errors[3] == pytest.approx(float(direct))
 
 
-def test_ranpac_takes_the_ridge_penalty_with_the_smallest_error() -> None:
-    """The images that validate are left out of the fit, and all are in the final weights."""
+def test_ranpac_selects_the_ridge_penalty_with_the_smallest_validation_error() -> None:
+    """The validation images are not in the fit; the final weights are computed from all images."""
     method = method_of("ranpac", projection=0)
     generator = torch.Generator().manual_seed(3)
     labels = torch.arange(3).repeat(20)
@@ -174,14 +173,14 @@ def test_ranpac_without_projection_is_ridge_regression_on_the_features() -> None
     assert scores(method, PROBE) == close(*(PROBE.double() @ expected)[0].tolist())
 
 
-def test_about_one_of_five_images_validates_the_ridge_penalty() -> None:
+def test_ridge_validation_uses_about_one_fifth_of_images() -> None:
     share = sum(is_validated(f"images/{number}.png") for number in range(5000)) / 5000
     assert share == pytest.approx(0.2, abs=0.02)
 
 
 # ---- sums ----------------------------------------------------------------------------------------
 def tasks_of_noise() -> Iterator[tuple[Task, Tensor, Tensor]]:
-    """Three tasks of different numbers of classes, with their features and labels."""
+    """Yield three tasks with different numbers of classes, with their features and labels."""
     generator = torch.Generator().manual_seed(0)
     for name, count in (("a", 2), ("b", 3), ("c", 4)):
         classes = tuple(f"{name}{number}" for number in range(count))
@@ -199,7 +198,7 @@ STATISTICS = sorted(
 
 
 @pytest.mark.parametrize("name", STATISTICS)
-def test_the_order_of_tasks_and_of_samples_changes_only_rounding(name: str) -> None:
+def test_order_of_tasks_and_samples_changes_only_rounding(name: str) -> None:
     settings = {"projection": 20} if name == "ranpac" else {}
     forward, backward = (method_of(name, 6, **settings) for _ in range(2))
     for task, features, labels in tasks_of_noise():
@@ -213,7 +212,7 @@ def test_the_order_of_tasks_and_of_samples_changes_only_rounding(name: str) -> N
 
 
 @pytest.mark.parametrize("name", STATISTICS)
-def test_a_base_task_gets_statistics_too(name: str) -> None:
+def test_base_task_has_a_statistics_step(name: str) -> None:
     base = Task("base", "card", "key", ("a", "b"), role="base")
     settings = METHODS[name].Settings()
     METHODS[name].check_backbone(settings, Identity(2), (base, THREE))
@@ -224,7 +223,7 @@ def test_a_base_task_gets_statistics_too(name: str) -> None:
 
 @pytest.mark.parametrize("scenario", ["task", "class"])
 @pytest.mark.parametrize("name", STATISTICS)
-def test_a_base_task_is_answered_by_its_statistics(lab: Lab, name: str, scenario: str) -> None:
+def test_base_task_is_classified_by_its_statistics(lab: Lab, name: str, scenario: str) -> None:
     tasks: list[dict[str, Any]] = [
         {"card": str(lab.card), "name": task, "classes": list(classes)}
         for task, classes in TASKS.items()
@@ -242,15 +241,17 @@ def test_a_base_task_is_answered_by_its_statistics(lab: Lab, name: str, scenario
     rows = {row["task"]: row for row in run.evaluated(1)["rows"]}
     assert tasks[1]["name"] in rows
     assert (scenario == "class") <= (tasks[0]["name"] in rows)
-    assert run.state(0).method == name, "it replaces the state of the backbone's training"
+    assert run.state(0).method == name, (
+        "the statistics replace the state of the backbone's training"
+    )
 
 
-def test_the_names_of_the_methods() -> None:
+def test_registered_statistics_methods_are_complete() -> None:
     assert STATISTICS == ["fecam", "ncm", "ranpac", "simplecil", "slda"]
 
 
-# ---- the stage of the features ------------------------------------------------------------------
-def test_features_come_back_from_their_file() -> None:
+# ---- the feature stage ---------------------------------------------------------------------------
+def test_feature_batch_round_trips_through_parquet() -> None:
     batch = FeatureBatch(X, LABELS, torch.zeros_like(LABELS), list("abcdef"))
     again_read = FeatureBatch.from_parquet(batch.to_parquet())
     assert again_read.keys == batch.keys
@@ -259,7 +260,7 @@ def test_features_come_back_from_their_file() -> None:
         assert torch.equal(tensor, expected)
 
 
-def test_a_step_reads_features_of_its_images_without_those_held_out(lab: Lab) -> None:
+def test_statistics_step_skips_features_of_held_out_images(lab: Lab) -> None:
     run = lab.run_of("ncm", OPTIMIZERS["adamw"], scenario="class")
     run.trained(0)
     (job,) = run.stages(0)
@@ -274,7 +275,7 @@ def test_a_step_reads_features_of_its_images_without_those_held_out(lab: Lab) ->
         assert len(batch.features) == len(batch.labels) == len(kept)
 
 
-def test_features_of_the_stage_are_those_of_the_images(lab: Lab) -> None:
+def test_stored_features_equal_features_extracted_from_images(lab: Lab) -> None:
     run = lab.run_of("ncm", OPTIMIZERS["adamw"], scenario="class")
     run.trained(0)
     (job,) = run.stages(0)
@@ -295,10 +296,10 @@ def test_any_number_of_ranks_stores_the_same_bytes(lab: Lab) -> None:
     run = lab.run_of("ncm", OPTIMIZERS["adamw"], scenario="class")
     features = run.jobs[f"features/{run.order[1]}"]
     stages.append((again(features, "1 rank"), again(features, "3 ranks")))
-    for name in (*STATISTICS, "aper", "slca", "ease", "mos"):  # of the second task
+    for name in (*STATISTICS, "aper", "slca", "ease", "mos"):  # stages of the second task
         run = lab.run_of(name, OPTIMIZERS["adamw"], scenario="class")
         run.trained(0)
-        steps = ("statistics", "align")  # of `mos` the second
+        steps = ("statistics", "align")  # `align` is the second step of `mos`
         job = next(job for job in run.stages(1) if job.step in steps)
         run.prepare(job)
         stages.append((again(job, "1 rank"), again(job, "3 ranks")))
@@ -315,7 +316,7 @@ def test_any_number_of_ranks_stores_the_same_bytes(lab: Lab) -> None:
 
 # ---- damaged states ------------------------------------------------------------------------------
 def load_cut(method: Any, learned: Any) -> None:
-    """Load a state and carried state whose tensors have one column left."""
+    """Load a state and carried state with only the first column of each tensor."""
     state, carried = learned.finish()
     for tensors in (state.head, state.copies, carried.tensors):
         for name, tensor in tensors.items():

@@ -1,5 +1,4 @@
-"""SupSup: the reference's worked numbers, its masks and shared outputs, and finding out the
-task."""
+"""Tests of SupSup: the reference's worked numbers, masks, shared outputs, and task inference."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def made(**settings: Any) -> SupSup:
 
 @pytest.fixture(scope="module")
 def states() -> list[TaskState]:
-    """Of both domains, learned apart."""
+    """Return the states of both domains, learned by separate methods."""
     return [learned(made(), task)[0] for task in (STRIPES, COLOURS)]
 
 
@@ -77,7 +76,7 @@ MASKS = [
     {"w": torch.tensor([[False, False], [True, True]])},
 ]
 HALF = torch.tensor([0.5, 0.5])
-X = torch.eye(2)[:, None]  # two groups of one image: the first is of the first task
+X = torch.eye(2)[:, None]  # two groups of one image; the first is of the first task
 
 
 def linear(weights: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -88,7 +87,7 @@ def judged(alive: Any, groups: Tensor) -> Tensor:
     return slopes(linear, WORKED, [MASKS[i] for i in alive], HALF, groups, entropy)
 
 
-def test_the_worked_example_has_its_numbers() -> None:
+def test_worked_example_gives_the_reference_numbers() -> None:
     mixed = superpose(WORKED, MASKS, HALF)
     assert linear(mixed, X[0]).tolist() == [[1.5, -1.5]]
     assert entropy(linear(mixed, X[0])).item() == pytest.approx(0.190865, abs=1e-6)
@@ -96,7 +95,7 @@ def test_the_worked_example_has_its_numbers() -> None:
     assert scores.tolist() == pytest.approx(
         [pytest.approx([-0.8132, 0], abs=1e-4), pytest.approx([0, -0.8132], abs=1e-4)]
     )
-    assert infer_at_once(judged, X, 2)[0].tolist() == [0, 1], "the entropy is minimised"
+    assert infer_at_once(judged, X, 2)[0].tolist() == [0, 1], "the entropy must be minimised"
 
 
 def test_alpha_slopes_equal_gradients() -> None:
@@ -121,7 +120,7 @@ def test_alpha_slopes_equal_gradients() -> None:
         assert torch.allclose(alpha_slopes, torch.stack(want), atol=1e-6)
 
 
-def test_many_groups_are_judged_a_few_at_a_time_with_the_same_slopes(
+def test_batched_groups_give_the_same_slopes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     groups = torch.randn(9, 1, 2)
@@ -130,7 +129,7 @@ def test_many_groups_are_judged_a_few_at_a_time_with_the_same_slopes(
     assert torch.allclose(judged(range(2), groups), whole)
 
 
-def test_a_superposition_of_one_mask_alone_is_that_mask() -> None:
+def test_superposition_with_one_weighted_mask_equals_that_mask() -> None:
     method = made()
     begun(method, STRIPES)
     masks = [
@@ -144,7 +143,7 @@ def test_a_superposition_of_one_mask_alone_is_that_mask() -> None:
     assert torch.equal(alone, answers(method, "stripes", images))
 
 
-def test_at_once_agrees_with_trying_every_mask_on_the_worked_example() -> None:
+def test_one_shot_and_brute_force_inference_agree_on_worked_example() -> None:
     tried = values(linear, WORKED, MASKS, X, [entropy] * 2)
     assert tried.shape == (2, 2)
     assert tried[0, 0].item() == pytest.approx(entropy(torch.tensor([[3.0, -3.0]])).item())
@@ -171,23 +170,23 @@ def test_binary_search_ends_after_log2_rounds_with_one_mask(count: int, ties: bo
     assert picked_tasks.tolist() == scores.argmin(1).tolist()
     assert all(len(asked) == math.ceil(math.log2(count)) for asked in rounds)
     assert all(asked == [math.ceil(count / 2**i) for i in range(len(asked))] for asked in rounds), (
-        "the better half, rounded up"
+        "each round keeps the better half, rounded up"
     )
     assert ((sure > 0) & (sure <= 1)).all()
     if ties:
         assert sure.tolist() == pytest.approx([1 / count] * 6, rel=1e-5)
 
 
-def test_how_sure_is_the_share_nu_of_the_mask_that_was_picked() -> None:
+def test_confidence_is_the_share_of_the_picked_mask() -> None:
     nu = shares(torch.tensor([[-0.8132, 0.0]]))[0]
     assert nu.tolist() == pytest.approx(
         [math.exp(0.8132) / (1 + math.exp(0.8132)), 1 / (1 + math.exp(0.8132))]
     )
-    for rule in (infer_at_once, infer_by_halves):  # of two masks there is one round
+    for rule in (infer_at_once, infer_by_halves):  # two masks take one round
         assert rule(judged, X, 2)[1].tolist() == pytest.approx([nu[0].item()] * 2, abs=1e-4)
 
 
-def test_real_outputs_have_no_part_in_the_gradient_of_the_superfluous() -> None:
+def test_superfluous_objective_has_no_gradient_for_real_outputs() -> None:
     outputs = torch.randn(3, 5, requires_grad=True)
     superfluous(outputs, 2).sum().backward()
     gradient = outputs.grad
@@ -198,7 +197,7 @@ def test_real_outputs_have_no_part_in_the_gradient_of_the_superfluous() -> None:
 
 # ---- masks ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("density", [0.05, 0.1, 0.3, 0.5, 0.77, 0.9, 1.0])
-def test_topk_keeps_exactly_the_wanted_number_also_among_equals(density: float) -> None:
+def test_topk_keeps_the_exact_number_of_entries_with_ties(density: float) -> None:
     drawn = torch.randn(13, 7, generator=torch.Generator().manual_seed(0))
     for scores in (drawn, drawn.round(), torch.ones(13, 7)):
         mask = TopK(scores, density).hard()
@@ -207,10 +206,10 @@ def test_topk_keeps_exactly_the_wanted_number_also_among_equals(density: float) 
         dropped = 91 - int(mask.sum())
         assert not dropped or torch.equal(
             keep_largest(scores.abs().flatten(), dropped), mask.flatten()
-        ), "as a GPU finds it"
+        ), "`keep_largest` must find the same mask"
 
 
-def test_layer_budgets_are_those_of_the_formula() -> None:
+def test_layer_densities_follow_the_budget_formula() -> None:
     method = SupSup(
         build(BackboneSettings(options={"depth": 1})), SupSupSettings(budget=16, outputs=100), 0
     )
@@ -227,7 +226,7 @@ def test_layer_budgets_are_those_of_the_formula() -> None:
     assert {generous.density(site) for site in generous.sites} == {0.5}
 
 
-def test_scores_start_in_the_order_of_the_weights_or_uniformly() -> None:
+def test_initial_scores_follow_weight_magnitudes_or_are_uniform() -> None:
     for scores in ("topk", "threshold"):
         method = made(scores=scores, density=0.9)
         begun(method, STRIPES)
@@ -235,7 +234,7 @@ def test_scores_start_in_the_order_of_the_weights_or_uniformly() -> None:
         for site, weight in method.sites.items():
             if site != OUTPUTS:
                 largest = TopK(weight.detach(), 0.9).hard()
-                assert torch.equal(masks[site], largest), "the smallest tenth is dropped"
+                assert torch.equal(masks[site], largest), "the smallest tenth must be dropped"
     method = made(scores="threshold", start="kaiming")
     begun(method, STRIPES)
     for site, mask in method.hard().items():
@@ -245,7 +244,7 @@ def test_scores_start_in_the_order_of_the_weights_or_uniformly() -> None:
         assert torch.equal(mask, values >= 0)
 
 
-def test_a_scores_gradient_is_its_weights_gradient_times_the_weight_times_its_sign() -> None:
+def test_score_gradient_is_weight_gradient_times_weight_and_sign() -> None:
     method = made(start="kaiming")
     begun(method, STRIPES)
     loss, _ = method.loss(batch(STRIPES, 0), PROGRESS)
@@ -263,7 +262,7 @@ def test_a_scores_gradient_is_its_weights_gradient_times_the_weight_times_its_si
         assert (scores.grad != 0).any()
 
 
-def test_random_weights_come_from_the_seed_alone_and_are_not_stored() -> None:
+def test_random_weights_depend_only_on_seed_and_are_not_stored() -> None:
     a, b = made(**RANDOM), made(**RANDOM)
     other = SupSup(vit(), SupSupSettings(outputs=10, **RANDOM), seed=2)
     assert list(a.sites) == [*(site for site in made(outputs=0).sites), OUTPUTS]
@@ -276,12 +275,12 @@ def test_random_weights_come_from_the_seed_alone_and_are_not_stored() -> None:
     begun(a, STRIPES)
     assert set(trained_state(a)) == {f"mask_modules.{i}.scores" for i in range(len(a.sites))}
     assert torch.equal(made().sites[OUTPUTS], a.sites[OUTPUTS]), (
-        "the shared outputs are random beside a pretrained backbone too"
+        "the shared outputs are random also with a pretrained backbone"
     )
 
 
-def test_under_random_weights_nothing_of_the_pretrained_layers_is_left() -> None:
-    """Neither in serving nor in training nor in finding out the task."""
+def test_random_weights_remove_all_influence_of_pretrained_layers() -> None:
+    """The pretrained layers affect neither serving nor training nor task inference."""
     method, images = made(objective="entropy", **RANDOM), samples(STRIPES, 4)[0]
     begun(method, STRIPES)
     before = answers(method, "stripes", images)
@@ -299,7 +298,7 @@ def test_under_random_weights_nothing_of_the_pretrained_layers_is_left() -> None
 
 
 # ---- shared outputs ------------------------------------------------------------------------------
-def test_the_loss_runs_over_all_outputs_also_with_soft_targets() -> None:
+def test_loss_uses_all_outputs_with_hard_and_soft_targets() -> None:
     method, colour_batch = made(), batch(COLOURS, 0)
     begun(method, COLOURS)
     outputs = torch.randn(len(colour_batch), 10)
@@ -329,7 +328,7 @@ def test_training_pushes_superfluous_outputs_down(states: list[TaskState]) -> No
     assert (logits.argmax(1) == labels).float().mean() > 0.9
 
 
-def test_a_task_with_more_classes_than_outputs_is_refused_before_anything_runs() -> None:
+def test_task_with_more_classes_than_outputs_is_refused() -> None:
     SupSup.check_backbone(SupSupSettings(outputs=3, objective="entropy"), vit(), (STRIPES, COLOURS))
     with pytest.raises(
         UserError,
@@ -357,7 +356,7 @@ def test_a_task_with_more_classes_than_outputs_is_refused_before_anything_runs()
         ),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(
+def test_incompatible_settings_are_refused(
     settings: dict[str, Any], train: dict[str, Any], scenario: str, says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
@@ -367,13 +366,13 @@ def test_settings_that_do_not_go_together_are_refused(
     SupSup.validate(SupSupSettings(), TrainSettings(), DataSettings(), "class")
 
 
-def test_random_weights_beside_batch_norms_are_refused() -> None:
+def test_random_weights_with_batch_norm_are_refused() -> None:
     cnn = build(BackboneSettings(name="resnet18", img_size=32, weights="hub"))
     with pytest.raises(UserError, match="the backbone has batch norms"):
         SupSup.check_backbone(SupSupSettings(**RANDOM), cnn)
 
 
-def test_a_base_task_gets_a_mask_where_it_shares_the_outputs() -> None:
+def test_base_task_gets_a_mask_only_with_shared_outputs() -> None:
     assert (
         SupSup.steps_for(SupSupSettings(), -1)
         == SupSup.steps_for(SupSupSettings(outputs=0), 0)
@@ -382,11 +381,13 @@ def test_a_base_task_gets_a_mask_where_it_shares_the_outputs() -> None:
     assert SupSup.steps_for(SupSupSettings(outputs=0), -1) == ()
 
 
-# ---- what is kept --------------------------------------------------------------------------------
+# ---- sizes of states, and old answers ------------------------------------------------------------
 @pytest.mark.parametrize("outputs", [0, 100])
-def test_the_stored_size_is_the_formulas_to_the_byte(outputs: int) -> None:
-    """A bit for each of N_w = 5,455,872 weights, and for each of the shared outputs', or a head of
-    32 bits per number."""
+def test_stored_size_equals_the_formula(outputs: int) -> None:
+    """A state has one bit for each of the N_w = 5,455,872 weights of the backbone.
+
+    It also has one bit for each weight of the shared outputs, or a head of 32 bits per number.
+    """
     torch.manual_seed(0)
     method = SupSup(build(BackboneSettings()), SupSupSettings(outputs=outputs), 0)
     begun(method, COLOURS)
@@ -403,8 +404,10 @@ def test_the_stored_size_is_the_formulas_to_the_byte(outputs: int) -> None:
 
 
 def kept_answers(method: SupSup, optimizer: str, settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Those on the first task, before and after the second, which has more classes, is trained
-    beside it."""
+    """Return the answers on the first task, before and after the training of the second task.
+
+    The second task has more classes.
+    """
     images = samples(STRIPES, 8)[0]
     method.load_task(learned(made(**settings), STRIPES, 6, optimizer=KEPT[optimizer])[0])
     before = answers(method, "stripes", images)
@@ -419,12 +422,12 @@ def kept_answers(method: SupSup, optimizer: str, settings: dict[str, Any]) -> tu
     [{}, {"outputs": 0}, {"scores": "threshold", **RANDOM}],
     ids=["shared", "heads", "random"],
 )
-def test_old_answers_stay_bit_for_bit(optimizer: str, settings: dict[str, Any]) -> None:
+def test_earlier_answers_stay_bit_equal(optimizer: str, settings: dict[str, Any]) -> None:
     settings = settings | {"mask_lr": 0.05}
     assert torch.equal(*kept_answers(made(**settings), optimizer, settings))
 
 
-def test_old_answers_would_not_stay_if_the_weights_were_trained() -> None:
+def test_training_the_weights_changes_earlier_answers() -> None:
     class Thaws(SupSup):
         def begin(self, context: StepContext) -> list[ParamGroup]:
             return [
@@ -435,7 +438,7 @@ def test_old_answers_would_not_stay_if_the_weights_were_trained() -> None:
     assert not torch.equal(*kept_answers(Thaws(vit(), SupSupSettings(outputs=10), 1), "adamw", {}))
 
 
-# ---- finding out the task ------------------------------------------------------------------------
+# ---- task inference ------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "settings",
     [
@@ -447,7 +450,7 @@ def test_old_answers_would_not_stay_if_the_weights_were_trained() -> None:
         {"infer": "one_shot", "infer_images": 4},
     ],
 )
-def test_the_domain_of_an_image_is_found_well_above_chance(
+def test_inferred_task_is_right_well_above_chance(
     states: list[TaskState], settings: dict[str, Any]
 ) -> None:
     method = serving(states, **settings)
@@ -461,7 +464,7 @@ def test_the_domain_of_an_image_is_found_well_above_chance(
         assert (logits.argmax(1) == labels + (0, 2)[task_index]).float().mean() > 0.8
 
 
-def test_answers_stand_in_the_columns_of_the_task_that_was_picked(states: list[TaskState]) -> None:
+def test_logits_are_placed_in_columns_of_the_picked_task(states: list[TaskState]) -> None:
     method, images = serving(states), samples(STRIPES, 6)[0]
     picked_tasks = torch.tensor([0, 1, 1, 0, 1, 0])
     with torch.no_grad():
@@ -481,7 +484,7 @@ def test_answers_stand_in_the_columns_of_the_task_that_was_picked(states: list[T
         )
 
 
-def test_images_that_are_judged_together_get_one_task_and_the_rest_theirs(
+def test_each_group_of_infer_images_gets_one_task(
     states: list[TaskState],
 ) -> None:
     method = serving(states, infer_images=4)
@@ -497,8 +500,10 @@ def test_images_that_are_judged_together_get_one_task_and_the_rest_theirs(
 def test_superfluous_outputs_lower_mask_score(
     states: list[TaskState],
 ) -> None:
-    """By default: the log of the share that all outputs but those of the task's classes have of the
-    softmax, however many it has."""
+    """By default, a mask's score is the log of the softmax share of its superfluous outputs.
+
+    These are all outputs except those of the task's classes.
+    """
     outputs = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
     assert compute_superfluous_share(outputs, 2).exp().tolist() == pytest.approx(
         [0.119203, 0.5], abs=1e-6
@@ -515,7 +520,7 @@ def test_superfluous_outputs_lower_mask_score(
             assert torch.allclose(scores[:, column], superfluous.log(), atol=1e-5)
 
 
-def test_one_task_needs_no_finding_out(
+def test_single_task_needs_no_inference(
     states: list[TaskState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = serving(states[:1])
@@ -525,7 +530,7 @@ def test_one_task_needs_no_finding_out(
     assert method.candidates() == {"stripes": ("stripes",)}
 
 
-def test_finding_out_leaves_everything_as_it_was(states: list[TaskState]) -> None:
+def test_task_inference_changes_no_parameter_or_gradient(states: list[TaskState]) -> None:
     method, images = serving(states), samples(COLOURS, 5)[0]
     before = {n: p.detach().clone() for n, p in method.named_parameters()}
     task_logits = answers(method, "stripes", images)
@@ -534,7 +539,7 @@ def test_finding_out_leaves_everything_as_it_was(states: list[TaskState]) -> Non
     assert torch.equal(answers(method, "stripes", images), task_logits)
 
 
-def test_heads_of_their_own_need_the_task() -> None:
+def test_separate_heads_require_the_task() -> None:
     method = made(outputs=0)
     method.load_task(learned(made(outputs=0), STRIPES, 1)[0])
     with pytest.raises(
@@ -566,7 +571,7 @@ def predictions(run: Run, task: int) -> list[dict[str, Any]]:
     return rows
 
 
-def test_measuring_records_what_was_picked_and_how_sure(lab: Lab) -> None:
+def test_evaluation_records_picked_tasks_and_confidences(lab: Lab) -> None:
     run = not_told(lab, "supsup", outputs=5)
     evaluation, lines, served = run.evaluated(1), predictions(run, 1), run.served(1)
     assert [row["task"] for row in evaluation["rows"]] == [*TASKS]
@@ -605,18 +610,18 @@ def test_measuring_records_what_was_picked_and_how_sure(lab: Lab) -> None:
                 pytest.approx(sum(those) / len(those)) if those else None
             )
     assert sum(row["picks"]["right"] for row in evaluation["rows"]) < len(lines), (
-        "else it would not matter"
+        "all picks are right, so that the counts of wrong picks are not tested"
     )
 
 
 @pytest.mark.slow
-def test_other_methods_are_measured_as_before(lab: Lab) -> None:
+def test_evaluation_without_task_inference_records_no_picks(lab: Lab) -> None:
     for run in (not_told(lab, "finetune"), lab.run("supsup")):
         assert not any("picks" in row for row in run.evaluated(1)["rows"])
         assert {*predictions(run, 1)[0]} == {"task", "key", "label", "prediction", "confidence"}
 
 
-def test_a_task_with_the_most_classes_may_come_first(states: list[TaskState]) -> None:
+def test_task_with_the_most_classes_can_come_first(states: list[TaskState]) -> None:
     method = serving(states[::-1])
     method.stream = (COLOURS, STRIPES)
     assert method.class_slices() == {"colours": slice(0, 3), "stripes": slice(3, 5)}

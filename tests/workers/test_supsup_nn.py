@@ -1,4 +1,4 @@
-"""SupSup without task identities: when it takes a new mask, what it carries, how it answers."""
+"""Tests of SupSup without task identities: choice of masks, carried state, and answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Chain = list[tuple[TaskState, Carried]]
 
 @pytest.fixture(scope="module")
 def chain() -> Chain:
-    """Stripes, then colours, then stripes again; nobody says which is which."""
+    """Return the results for stripes, colours and stripes again, without task identities."""
     task_results: Chain = []
     for task in (STRIPES, COLOURS, STRIPES):
         task_results.append(
@@ -49,8 +49,11 @@ def chain() -> Chain:
 
 
 def judging(method: SupSupNN, scores: list[float], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every mask gets its score from here, the slope of H; returns how many masks were superposed,
-    decision by decision."""
+    """Replace the scores of the masks (the slopes of H) by `scores`.
+
+    Returns:
+        A list that gets the number of superposed masks at each decision.
+    """
     counts: list[int] = []
 
     def judge(masks: Any, alive: Any, groups: Tensor) -> Tensor:
@@ -62,7 +65,7 @@ def judging(method: SupSupNN, scores: list[float], monkeypatch: pytest.MonkeyPat
     return counts
 
 
-# ---- which mask is trained -----------------------------------------------------------------------
+# ---- choice of the mask to train -----------------------------------------------------------------
 def test_returning_domain_reuses_its_mask(
     chain: Chain,
 ) -> None:
@@ -76,7 +79,7 @@ def test_masks_that_are_not_in_training_stay_bit_for_bit(chain: Chain) -> None:
     first, second, third = (carried.tensors["masks"] for _, carried in chain)
     assert torch.equal(second[0], first[0])
     assert torch.equal(third[1], second[1])
-    assert not torch.equal(third[0], second[0]), "the mask of the domain that returned went on"
+    assert not torch.equal(third[0], second[0]), "the mask of the returning domain must be trained"
 
 
 @pytest.mark.parametrize(
@@ -89,11 +92,11 @@ def test_masks_that_are_not_in_training_stay_bit_for_bit(chain: Chain) -> None:
         ([0.0] * 5, 1),
     ],
 )
-def test_a_new_mask_is_taken_where_the_best_share_is_below_the_threshold(
+def test_new_mask_is_taken_if_best_share_is_below_threshold(
     chain: Chain, monkeypatch: pytest.MonkeyPatch, slope: list[float], mask: int
 ) -> None:
-    """One mask is known, four untrained ones fill up: with k = 5 the threshold of nu is 1.125 / 5,
-    at a slope of -0.1508."""
+    """There are one known mask and four untrained ones. With k = 5, the threshold of nu is
+    1.125 / 5, which corresponds to a slope of -0.1508."""
     nu = shares(torch.tensor([slope]))[0]
     assert (5 * nu[0] >= 1.125) == (mask == 0)
     method = made()
@@ -103,7 +106,7 @@ def test_a_new_mask_is_taken_where_the_best_share_is_below_the_threshold(
     assert method.counter.tolist() == [mask + 1, mask]
 
 
-def test_the_least_number_of_masks_and_eps_are_settings(
+def test_settings_least_and_eps_change_the_mask_decision(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for settings, mask in (({"least": 2, "eps": 0.125}, 0), ({"least": 2, "eps": 0.3}, 1)):
@@ -113,11 +116,11 @@ def test_the_least_number_of_masks_and_eps_are_settings(
         assert method.counter.tolist() == [mask + 1, mask]
 
 
-def test_without_a_mask_left_the_best_known_one_goes_on(
+def test_best_known_mask_is_trained_if_none_is_left(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = made(most=2)
-    judging(method, [0.3, 0.2, -5.0, 0.0, 0.0], monkeypatch)  # an untrained one would fit best
+    judging(method, [0.3, 0.2, -5.0, 0.0, 0.0], monkeypatch)  # an untrained mask would fit best
     begun(method, COLOURS, STEPS, chain[1][1])
     assert method.counter.tolist() == [2, 1]
     assert method.warnings() == [
@@ -147,7 +150,7 @@ def test_supsup_nn_decides_periodically_by_next_batch(
     assert method.trained.tolist()[:2] == [12, 0]
 
 
-def test_a_change_in_the_middle_of_a_task_keeps_what_was_learned(
+def test_mask_change_within_a_task_keeps_learned_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     method = made(every=4)
@@ -163,7 +166,7 @@ def test_a_change_in_the_middle_of_a_task_keeps_what_was_learned(
     assert not torch.equal(method.hard()[OUTPUTS], learned_bits[OUTPUTS])
 
 
-def test_a_mask_that_goes_on_starts_from_its_bits(
+def test_continued_mask_starts_from_its_stored_bits(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = made()
@@ -174,13 +177,15 @@ def test_a_mask_that_goes_on_starts_from_its_bits(
     for site, mask in method.hard().items():
         assert torch.equal(mask, stored[site])
         sizes = method.masks[site].get_parameter("scores").abs()
-        assert torch.equal(sizes, first[site].abs().clamp(min=1e-8)), "as large as at first"
+        assert torch.equal(sizes, first[site].abs().clamp(min=1e-8)), (
+            "the magnitudes must be those of the first scores"
+        )
     assert any((scores == 0).any() for scores in first.values()), (
-        "else the smallest size would not matter"
+        "some scores must be zero, so that the minimum magnitude is tested"
     )
 
 
-def test_an_untrained_mask_is_what_a_new_one_starts_from(
+def test_new_mask_starts_from_the_untrained_mask(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = made(start="kaiming")
@@ -218,13 +223,13 @@ def test_supsup_nn_decision_uses_global_batch(
     assert (len(seen[0]), len(seen[1])) == (SIZE, 5)
 
 
-def test_what_decides_later_is_in_a_checkpoint() -> None:
+def test_checkpoint_contains_the_state_of_mask_decisions() -> None:
     method = made()
     begun(method, STRIPES)
     assert {"bank", "counter", "trained"} <= set(trained_state(method))
 
 
-# ---- what is carried -----------------------------------------------------------------------------
+# ---- carried state -------------------------------------------------------------------------------
 def test_supsup_nn_carries_one_bit_per_weight(
     chain: Chain,
 ) -> None:
@@ -233,7 +238,7 @@ def test_supsup_nn_carries_one_bit_per_weight(
     assert sum(chain[2][0].sizes().values()) == 0
 
 
-def test_the_carried_size_is_the_formulas_to_the_byte() -> None:
+def test_carried_size_matches_the_formula_exactly() -> None:
     torch.manual_seed(0)
     method = SupSupNN(build(BackboneSettings()), SupSupNNSettings(most=2), 0)
     feed = Stream(STRIPES, 1)
@@ -242,7 +247,7 @@ def test_the_carried_size_is_the_formulas_to_the_byte() -> None:
     assert len(data) - 8 - int.from_bytes(data[:8], "little") == (5_455_872 + 100 * 192) // 8
 
 
-def test_packed_and_attached_again_it_gives_the_same_answers(chain: Chain) -> None:
+def test_saved_and_loaded_state_gives_the_same_answers(chain: Chain) -> None:
     images = samples(COLOURS, 6)[0]
     states, carried = [state for state, _ in chain[:2]], chain[1][1]
     again = [TaskState.from_bytes(state.to_bytes()) for state in states]
@@ -251,7 +256,7 @@ def test_packed_and_attached_again_it_gives_the_same_answers(chain: Chain) -> No
         assert torch.equal(a.logits(images, "colours"), b.logits(images, "colours"))
 
 
-def test_pictures_show_the_mask_that_a_task_ended_with(chain: Chain) -> None:
+def test_display_masks_are_the_final_masks_of_a_task(chain: Chain) -> None:
     state, carried = chain[1]
     display_masks = SupSupNN.display_masks(state, carried)
     stored = serving([state], carried).bits(1)
@@ -259,11 +264,9 @@ def test_pictures_show_the_mask_that_a_task_ended_with(chain: Chain) -> None:
     assert all(torch.equal(mask, stored[site]) for site, mask in display_masks.items())
 
 
-# ---- how it answers ------------------------------------------------------------------------------
+# ---- answers -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("infer_images", [1, 5])
-def test_each_domain_is_answered_with_its_own_mask_cut_to_its_classes(
-    chain: Chain, infer_images: int
-) -> None:
+def test_each_domain_uses_its_own_mask_and_classes(chain: Chain, infer_images: int) -> None:
     method = serving([chain[2][0], chain[1][0]], chain[2][1], infer_images=infer_images)
     assert method.candidates() == {"mask 0": ("stripes",), "mask 1": ("colours",)}
     for task_index, task in enumerate((STRIPES, COLOURS)):
@@ -278,7 +281,7 @@ def test_each_domain_is_answered_with_its_own_mask_cut_to_its_classes(
         assert torch.equal(method.logits(images, None)[:, : task.num_classes], logits)
 
 
-def test_an_untrained_mask_is_superposed_and_never_picked(
+def test_untrained_masks_are_superposed_but_never_selected(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = serving([chain[0][0], chain[1][0]], chain[1][1])
@@ -291,7 +294,7 @@ def test_an_untrained_mask_is_superposed_and_never_picked(
     )
 
 
-def test_the_task_that_is_asked_for_does_not_choose_the_mask(chain: Chain) -> None:
+def test_requested_task_does_not_choose_the_mask(chain: Chain) -> None:
     method, images = serving([chain[0][0], chain[1][0]], chain[1][1]), samples(STRIPES, 6)[0]
     with torch.no_grad():
         assert torch.equal(
@@ -299,13 +302,13 @@ def test_the_task_that_is_asked_for_does_not_choose_the_mask(chain: Chain) -> No
         )
 
 
-def test_a_mask_may_be_right_for_several_tasks_and_for_none(chain: Chain) -> None:
+def test_mask_may_belong_to_several_tasks_or_none(chain: Chain) -> None:
     method = serving([chain[0][0], chain[2][0]], chain[2][1])
     method.used["other"] = 0
     assert method.candidates() == {"mask 0": ("stripes", "other"), "mask 1": ()}
 
 
-def test_while_it_trains_the_mask_in_training_is_asked_as_it_stands(chain: Chain) -> None:
+def test_mask_in_training_is_evaluated_in_its_current_state(chain: Chain) -> None:
     method = made()
     begun(method, COLOURS, STEPS, chain[0][1])
     assert method.candidates() == {"mask 0": (), "mask 1": ("colours",)}
@@ -314,10 +317,10 @@ def test_while_it_trains_the_mask_in_training_is_asked_as_it_stands(chain: Chain
         assert torch.equal(method.together()[1][OUTPUTS], method.hard()[OUTPUTS])
         before = method.bank.clone()
         method.eval().logits(samples(COLOURS, 3)[0], "colours")
-    assert torch.equal(method.bank, before), "measuring writes nothing"
+    assert torch.equal(method.bank, before), "measuring must not write to the bank"
 
 
-def test_thresholds_alone_can_be_carried_as_bits() -> None:
+def test_invalid_scores_outputs_and_infer_settings_are_refused() -> None:
     from pydantic import ValidationError
 
     for wrong in ({"scores": "topk"}, {"outputs": 0}, {"infer": "binary"}):

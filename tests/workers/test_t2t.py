@@ -1,5 +1,4 @@
-"""T2T-ViT: its tokens-to-token module and attention by hand, its sizes to the unit, its weights,
-and MEAT on it."""
+"""Tests of T2T-ViT: sizes, tokens-to-token module, attention, released weights, and MEAT on it."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from workers.storage.taskstate import TaskState
 
 TINY = BackboneSettings(name="t2t_vit_12", img_size=64, options={"embed_dim": 32, "depth": 3})
 MIB = 2**20
-CLASSES = (200, 196, 100, 195, 250, 100)  # of the six tasks of the paper's Table 1
+CLASSES = (200, 196, 100, 195, 250, 100)  # the six tasks of the paper's Table 1
 
 
 def t2t(settings: BackboneSettings = TINY) -> Any:
@@ -49,7 +48,7 @@ def images(count: int = 8, side: int = 64) -> Tensor:
 
 
 def large(count: int = 8) -> Any:
-    """A batch of 64 pixels."""
+    """Return a batch of images of 64 pixels."""
     small = batch(rows=range(count), size=count)
     small.images = images(count)
     return small
@@ -62,7 +61,7 @@ def saved(tensors: dict[str, Tensor], folder: Any) -> BackboneSettings:
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
-def test_its_weights_are_counted_to_the_unit() -> None:
+def test_number_of_parameters_is_exact() -> None:
     sites = weight_sites(vit.outline(BackboneSettings(name="t2t_vit_12")))
     assert sum(w.numel() for w in sites.values()) == 6_602_304
     assert sum(w.numel() for name, w in sites.items() if name.startswith("patch_embed.")) == 310_848
@@ -73,7 +72,7 @@ def test_its_weights_are_counted_to_the_unit() -> None:
     )
 
 
-def test_meat_and_piggyback_on_six_tasks_have_the_sizes_of_the_papers_table() -> None:
+def test_meat_and_piggyback_sizes_match_the_table_of_the_paper() -> None:
     backbone = vit.build(BackboneSettings(name="t2t_vit_12"))
     # with random features and ImageNet's head
     weights = sum(p.numel() for p in backbone.parameters()) + 2 * 32 * 64 + 1000 * (256 + 1)
@@ -95,7 +94,7 @@ def test_meat_and_piggyback_on_six_tasks_have_the_sizes_of_the_papers_table() ->
 
 
 @pytest.mark.parametrize("side", [32, 96, 224])
-def test_any_multiple_of_sixteen_pixels_will_do(side: int) -> None:
+def test_image_size_can_be_any_multiple_of_sixteen(side: int) -> None:
     model = t2t(TINY.model_copy(update={"img_size": side}))
     grid = side // 16
     assert vit.geometry(model) == {
@@ -111,7 +110,7 @@ def test_any_multiple_of_sixteen_pixels_will_do(side: int) -> None:
 
 
 # ---- by hand -------------------------------------------------------------------------------------
-def test_the_soft_splits_are_overlapping_windows_of_7_3_and_3_pixels() -> None:
+def test_soft_splits_are_overlapping_windows() -> None:
     image = torch.arange(2 * 8 * 8, dtype=torch.float32).view(1, 2, 8, 8)
     first = windows(image, 7, 4, 2)[0]  # (2 * 2, 2 * 49)
     padded = F.pad(image[0], (2, 2, 2, 2))
@@ -125,7 +124,7 @@ def test_the_soft_splits_are_overlapping_windows_of_7_3_and_3_pixels() -> None:
     assert torch.equal(arrange_as_image(image.flatten(2).transpose(1, 2), 8, 8), image)
 
 
-def test_with_linear_layers_for_performers_the_module_is_three_strided_convolutions() -> None:
+def test_module_with_linear_layers_equals_three_strided_convolutions() -> None:
     torch.manual_seed(0)
     module: Any = TokensToToken(64, 3, 32)
     module.attention1 = nn.Linear(3 * 49, 64, bias=False)
@@ -145,7 +144,7 @@ def test_with_linear_layers_for_performers_the_module_is_three_strided_convoluti
     assert torch.allclose(module(images()), x.flatten(2).transpose(1, 2), atol=1e-5)
 
 
-def test_the_performer_is_attention_by_random_features_written_out() -> None:
+def test_performer_equals_explicit_random_feature_attention() -> None:
     torch.manual_seed(0)
     one = Performer(6, 4)
     x = torch.randn(2, 5, 6)
@@ -165,7 +164,7 @@ def test_the_performer_is_attention_by_random_features_written_out() -> None:
         assert torch.allclose(one(x), attention_output, atol=1e-5)
 
 
-def test_many_random_features_give_softmax_attention() -> None:
+def test_many_random_features_approximate_softmax_attention() -> None:
     torch.manual_seed(0)
     one = Performer(8, 8)
     one.w = torch.randn(50_000, 8)
@@ -175,14 +174,17 @@ def test_many_random_features_give_softmax_attention() -> None:
     )
 
 
-def test_random_features_are_orthogonal_and_of_length_root_m() -> None:
+def test_random_features_are_orthogonal_with_norm_root_m() -> None:
     w = Performer(10, 64).w
     assert w.shape == (32, 64)
     assert torch.allclose(w @ w.T, 32 * torch.eye(32), atol=1e-3)
 
 
 def by_hand(attention: Any, x: Tensor, keys: Tensor | None = None) -> Tensor:
-    """Attention over the square root of the whole width, over the keys that are kept."""
+    """Return attention with scores divided by the square root of the whole width.
+
+    keys: bool mask of the keys that are kept.
+    """
     width = x.shape[-1]
     q, k, v = (
         part.unflatten(2, (4, width // 4)).transpose(1, 2)
@@ -197,7 +199,7 @@ def by_hand(attention: Any, x: Tensor, keys: Tensor | None = None) -> Tensor:
 
 
 @torch.no_grad()
-def test_attention_scores_are_over_the_root_of_the_whole_width_in_every_form() -> None:
+def test_attention_scores_are_scaled_by_the_full_width() -> None:
     model = t2t()
     attention, x = model.blocks[1].attn, 3 * torch.randn(2, 17, 32)
     assert torch.allclose(attention(x), by_hand(attention, x), atol=1e-5)
@@ -213,7 +215,7 @@ def test_attention_scores_are_over_the_root_of_the_whole_width_in_every_form() -
         assert torch.allclose(masked(x), by_hand(attention, x, keys), atol=1e-5)
 
 
-def test_positions_are_sines_and_cosines() -> None:
+def test_position_embeddings_are_sinusoidal() -> None:
     table = sinusoids(5, 8)[0]
     assert torch.equal(table[0], torch.tensor([0.0, 1.0] * 4))
     assert torch.allclose(
@@ -223,7 +225,7 @@ def test_positions_are_sines_and_cosines() -> None:
     assert torch.equal(t2t().pos_embed, sinusoids(17, 32))
 
 
-def test_norms_have_the_epsilon_of_the_released_model() -> None:
+def test_layer_norm_epsilon_matches_the_released_model() -> None:
     assert {m.eps for m in t2t().modules() if isinstance(m, nn.LayerNorm)} == {1e-5}
 
 
@@ -235,8 +237,8 @@ def test_bf16_is_close_to_fp32() -> None:
             assert torch.allclose(module(images()).float(), exact, atol=0.05)
 
 
-# ---- what is trained, what is part of the weights ------------------------------------------------
-def test_positions_and_random_features_are_weights_that_nothing_trains() -> None:
+# ---- fixed weights -------------------------------------------------------------------------------
+def test_positions_and_random_features_are_not_trained() -> None:
     model = t2t()
     fixed = {"pos_embed", "patch_embed.attention1.w", "patch_embed.attention2.w"}
     assert fixed == model.state_dict().keys() - dict(model.named_parameters()).keys()
@@ -251,7 +253,7 @@ def test_positions_and_random_features_are_weights_that_nothing_trains() -> None
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
 
 
-def test_random_features_follow_the_seed_and_count_in_the_digest() -> None:
+def test_random_features_depend_on_the_seed_and_enter_the_digest() -> None:
     one, two = t2t(), t2t()
     assert vit.compute_digest(one) == vit.compute_digest(two)
     two.patch_embed.attention2.w[0, 0] += 1e-3
@@ -265,7 +267,7 @@ def test_random_features_follow_the_seed_and_count_in_the_digest() -> None:
 
 # ---- released weights ----------------------------------------------------------------------------
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_released_weights_are_read_under_their_own_names(prefix: str, tmp_path: Path) -> None:
+def test_released_weights_load_with_their_original_names(prefix: str, tmp_path: Path) -> None:
     source = t2t()
     released = {
         prefix + name.replace("patch_embed.", "tokens_to_token."): t
@@ -284,7 +286,7 @@ def test_released_weights_are_read_under_their_own_names(prefix: str, tmp_path: 
     assert vit.compute_digest(model) == vit.compute_digest(source)
 
 
-def test_weights_of_another_size_are_read_with_their_positions_resampled(tmp_path: Path) -> None:
+def test_weights_of_another_image_size_get_resampled_positions(tmp_path: Path) -> None:
     settings = saved(t2t().state_dict(), tmp_path).model_copy(update={"img_size": 96})
     model: Any = vit.build(settings)
     vit.load_weights(model, settings)
@@ -292,7 +294,7 @@ def test_weights_of_another_size_are_read_with_their_positions_resampled(tmp_pat
     assert torch.equal(model.pos_embed[:, 0], sinusoids(17, 32)[:, 0])
 
 
-def test_weights_that_do_not_fit_get_a_sentence(tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     tensors = t2t().state_dict()
     for changed, says in (
         ({n: t for n, t in tensors.items() if n != "patch_embed.attention1.w"}, "missing"),
@@ -309,7 +311,7 @@ def test_weights_that_do_not_fit_get_a_sentence(tmp_path: Path) -> None:
         vit.load_weights(t2t(), TINY.model_copy(update={"weights": "hub"}))
 
 
-def test_mistakes_get_a_sentence() -> None:
+def test_invalid_image_and_patch_sizes_are_refused() -> None:
     with pytest.raises(UserError, match="img_size must be a multiple of 16"):
         vit.outline(TINY.model_copy(update={"img_size": 72}))
     with pytest.raises(UserError, match="patch_size"):
@@ -321,7 +323,7 @@ def meat(**settings: Any) -> Meat:
     return Meat(t2t(), MeatSettings(**settings), seed=1)
 
 
-def test_meat_starts_as_the_backbone_and_leaves_the_tokens_to_token_module_unmasked() -> None:
+def test_meat_starts_as_backbone_and_does_not_mask_patch_embedding() -> None:
     method = meat()
     method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
     with torch.no_grad():
@@ -332,7 +334,7 @@ def test_meat_starts_as_the_backbone_and_leaves_the_tokens_to_token_module_unmas
     assert method.mask_shapes()["tokens"] == (3, 16)
 
 
-def test_meat_trains_masks_alone_and_keeps_an_old_task() -> None:
+def test_meat_keeps_the_backbone_and_earlier_answers() -> None:
     method = meat()
     answers = {}
     for task in (TASK, OTHER):
@@ -369,7 +371,7 @@ def test_tfm_counts_the_operations_of_the_tokens_to_token_module() -> None:
 
 
 @pytest.mark.parametrize("ffn", ["weight", "neuron"])
-def test_compact_inference_equals_the_dense_one_and_costs_less(ffn: str) -> None:
+def test_compact_inference_equals_dense_inference_and_costs_less(ffn: str) -> None:
     method = meat(ffn_masks=ffn).eval()
     state = with_random_masks(method)
     method.load_task(state)
@@ -394,7 +396,7 @@ def test_compact_inference_equals_the_dense_one_and_costs_less(ffn: str) -> None
     assert method.flops_share(state) < 1
 
 
-def test_operations_are_counted_on_a_backbone_without_values() -> None:
+def test_operations_are_counted_on_a_meta_device_backbone() -> None:
     """A forecast of the cost builds the backbone on the device `meta`, which autocast refuses."""
     outline = vit.outline(TINY)
     assert next(outline.parameters()).is_meta
@@ -406,7 +408,7 @@ def test_operations_are_counted_on_a_backbone_without_values() -> None:
 @pytest.mark.parametrize(
     "promise", ["old_answers_stay", "the_stored_bytes_are_the_method", "the_backbone_stays_frozen"]
 )
-def test_the_promises_of_every_method_hold_on_it(
+def test_method_promises_hold_on_t2t_vit(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, promise: str
 ) -> None:
     tiny = {

@@ -1,4 +1,4 @@
-"""Rules that choose a task where a method needs to be told it, and which one a model recommends."""
+"""Tests of the rules that choose the task of an image, and of the recommended rule."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_confidence_is_the_largest_probability() -> None:
     assert score_by_logits("confident", logits).tolist() == pytest.approx([0.75])
 
 
-def test_entropy_is_relative_to_that_of_equal_probabilities() -> None:
-    """So that tasks of different sizes can be compared."""
+def test_entropy_is_normalised_by_its_maximum() -> None:
+    """Tasks of different sizes can therefore be compared."""
     for classes in (2, 5):
         assert score_by_logits("entropy", torch.zeros(1, classes)).tolist() == pytest.approx([-1])
     half = torch.tensor([[0.0, math.log(3)]])
@@ -74,7 +74,7 @@ def test_entropy_is_relative_to_that_of_equal_probabilities() -> None:
     assert score_by_logits("entropy", torch.tensor([[3.0]])).tolist() == [0]
 
 
-def test_of_equal_rules_the_first_is_recommended() -> None:
+def test_first_of_equally_good_rules_is_recommended() -> None:
     rates: dict[ChoosingRule, float] = {
         "confident": 0.5,
         "entropy": 0.7,
@@ -87,9 +87,7 @@ def test_of_equal_rules_the_first_is_recommended() -> None:
 
 
 # ---- answers -------------------------------------------------------------------------------------
-def test_the_nearest_task_has_the_nearest_class_mean_in_its_own_features(
-    run: Finished, model: Bundle
-) -> None:
+def test_nearest_rule_picks_the_task_with_nearest_class_mean(run: Finished, model: Bundle) -> None:
     predictor = Predictor(model)
     images = images_of(run)
     pixels = predictor.read_pixels(images, Limits())
@@ -108,7 +106,7 @@ def test_the_nearest_task_has_the_nearest_class_mean_in_its_own_features(
 def test_the_router_is_ridge_regression_on_the_frozen_backbone(
     run: Finished, model: Bundle
 ) -> None:
-    """The task of the best class, on the images that the model measured."""
+    """It is fitted on the images that the model measured, and picks the task of the best class."""
     backbone = model.backbone().eval()
     router = Router(model, torch.device("cpu"))
     width = router.method.heads.width
@@ -117,7 +115,7 @@ def test_the_router_is_ridge_regression_on_the_frozen_backbone(
     columns: list[int] = []
     keys: list[str] = []
     offset = 0
-    names: list[str] = []  # of the task of each column
+    names: list[str] = []  # the task of each column
     for name in run.names:
         task = run.bundle.task(name)
         train = select(run.run.lab.store.root, (task,), "train", 0.1)
@@ -163,7 +161,7 @@ def test_the_router_is_ridge_regression_on_the_frozen_backbone(
         assert (answer.class_, answer.task) == (told.class_, told.task)
 
 
-def test_the_task_of_least_entropy_answers(run: Finished, model: Bundle) -> None:
+def test_entropy_rule_picks_the_task_with_least_entropy(run: Finished, model: Bundle) -> None:
     predictor = Predictor(model)
     images = images_of(run)
     told = {name: predictor.predict(images, name, top=0) for name in run.names}
@@ -175,8 +173,8 @@ def test_the_task_of_least_entropy_answers(run: Finished, model: Bundle) -> None
         assert answer.task == min(entropies, key=lambda name: entropies[name])
 
 
-# ---- what a model records ------------------------------------------------------------------------
-def test_a_model_records_how_often_each_rule_is_right(run: Finished, model: Bundle) -> None:
+# ---- records of a model --------------------------------------------------------------------------
+def test_model_records_the_accuracy_of_each_rule(run: Finished, model: Bundle) -> None:
     rules = model.body["rules"]
     assert rules["tasks"] == list(run.names)
     job = run.bundle.job
@@ -209,7 +207,7 @@ def test_without_held_out_images_rules_are_measured_on_test_images(run: Finished
     assert (rules["split"], rules["images"]) == ("test", 100)
 
 
-def test_the_recommended_rule_answers(run: Finished, model: Bundle) -> None:
+def test_rule_recommended_equals_the_rule_it_names(run: Finished, model: Bundle) -> None:
     predictor = Predictor(model)
     images = images_of(run)
     by_name = predictor.predict(images, rule=model.body["rules"]["recommended"])
@@ -231,8 +229,8 @@ def test_a_model_of_an_earlier_version_has_no_recommendation(run: Finished, mode
         Predictor(run.bundle).predict(images, rule="ranpac")
 
 
-def test_a_model_without_a_router_says_so(run: Finished, model: Bundle) -> None:
-    """One that was written before there was this rule."""
+def test_ranpac_rule_without_router_weights_is_refused(run: Finished, model: Bundle) -> None:
+    """Such a model was written before this rule existed."""
     predictor = Predictor(model)
     tasks = {n: replace(task, router=None) for n, task in predictor.reference.tasks.items()}
     vars(predictor)["reference"] = replace(predictor.reference, tasks=tasks)
@@ -256,7 +254,7 @@ def test_a_damaged_reference_stops_only_the_rule_that_needs_it(
         predictor.predict(images, rule="nearest")
 
 
-def test_without_a_task_the_recommendation_is_gone(
+def test_removing_a_task_drops_the_recommendation(
     run: Finished, model: Bundle, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "model")
@@ -269,10 +267,10 @@ def test_without_a_task_the_recommendation_is_gone(
         find_recommended(rest.body)
     reference = load_reference(rest)
     assert reference.tasks.keys() == {"two"}
-    assert reference.tasks["two"].router is None, "it depends on the images of the other task"
+    assert reference.tasks["two"].router is None, "it depends on the images of the removed task"
     assert not any("three" in name for name in safetensors.torch.load(rest.read(REFERENCE)))
     for rule in RULES:
-        if rule != "refuse":  # there is one task to choose
+        if rule != "refuse":  # there is only one task to choose
             answers = Predictor(rest).predict(images, rule=rule)  # type: ignore[arg-type]
             assert {answer.task for answer in answers} == {"two"}
 
@@ -284,7 +282,7 @@ def test_a_method_that_infers_the_task_has_no_rules(lab: Lab) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 1000), (2, 999), (2, 20_000), (2, 0), (2000,)])
 def test_router_weights_that_do_not_fit_are_refused(model: Bundle, shape: tuple[int, ...]) -> None:
-    """Of task `two`, with two classes: as a folder from a stranger may have them."""
+    """A model folder from an untrusted source may have them; task `two` has two classes."""
     data = model.read(REFERENCE)
     length = int.from_bytes(data[:8], "little")
     metadata = json.loads(data[8 : 8 + length])["__metadata__"]

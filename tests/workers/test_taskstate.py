@@ -1,5 +1,4 @@
-"""Promises of stored states: bits and bytes come back as they were, and nothing else can be
-loaded."""
+"""Tests of stored states: exact round trips, and the refusal of other data."""
 
 from __future__ import annotations
 
@@ -45,20 +44,20 @@ def state() -> TaskState:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_mask_of_any_shape_comes_back_from_its_bits(shape: tuple[int, ...]) -> None:
+def test_masks_of_any_shape_survive_packing(shape: tuple[int, ...]) -> None:
     bits = pack_mask(mask(*shape))
     assert bits.dtype == torch.uint8
     assert bits.shape == (-(-int(np.prod(shape)) // 8),)
     assert torch.equal(unpack_mask(bits, shape), mask(*shape))
 
 
-def test_bits_stand_in_the_order_of_numpys_packbits() -> None:
+def test_bit_order_is_that_of_numpy_packbits() -> None:
     assert pack_mask(
         torch.tensor([True, False, False, False, False, False, False, False, True])
     ).tolist() == [128, 128]
 
 
-def test_a_state_comes_back_from_its_bytes_with_every_dtype_and_shape() -> None:
+def test_state_round_trip_keeps_every_dtype_and_shape() -> None:
     one = state()
     two = TaskState.from_bytes(one.to_bytes())
     assert (two.task, two.classes, two.method, two.backbone_digest, two.meta) == (
@@ -87,7 +86,7 @@ def test_state_bytes_ignore_insertion_order() -> None:
     assert one.to_bytes() == two.to_bytes()
 
 
-def test_views_and_strided_tensors_are_stored_as_what_they_show() -> None:
+def test_views_and_strided_tensors_are_stored_by_value() -> None:
     one = state()
     one.copies = {
         "transposed": torch.arange(12.0).reshape(3, 4).T,
@@ -105,7 +104,7 @@ def test_sizes_are_bytes_by_kind_with_masks_as_bits() -> None:
     assert TaskState("t", ("a",), "linear", "d").sizes() == dict.fromkeys(KINDS, 0)
 
 
-def test_carried_state_comes_back_from_its_bytes() -> None:
+def test_carried_state_survives_a_round_trip() -> None:
     one = Carried(
         {"w": torch.randn(3, 2), "seen": torch.tensor([True, False])},
         {"memory": [["key", 1, "task", 0]], "count": 3},
@@ -117,7 +116,7 @@ def test_carried_state_comes_back_from_its_bytes() -> None:
 
 
 class Bomb:
-    """Unpickling it would raise in a way that no loader catches."""
+    """An object that raises an error when it is unpickled, of a kind that no loader catches."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return exec, ("raise KeyboardInterrupt('code from a file was run')",)
@@ -148,7 +147,7 @@ class Bomb:
         "carried nothing",
     ],
 )
-def test_what_is_no_task_state_is_refused_in_one_sentence_and_never_run(data: bytes) -> None:
+def test_invalid_task_state_is_refused_and_never_run(data: bytes) -> None:
     with pytest.raises(
         UserError, match=r"^state of 'birds': not .*; give a file that a finished stage wrote$"
     ) as caught:
@@ -159,13 +158,13 @@ def test_what_is_no_task_state_is_refused_in_one_sentence_and_never_run(data: by
 @pytest.mark.parametrize(
     "data", [b"", b"no state", Carried({"w": torch.ones(9)}).to_bytes()[:-1], pickle.dumps(Bomb())]
 )
-def test_what_is_no_carried_state_is_refused(data: bytes) -> None:
+def test_invalid_carried_state_is_refused(data: bytes) -> None:
     with pytest.raises(UserError, match="not readable as safetensors"):
         Carried.from_bytes(data)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e-320])
-def test_values_that_training_never_leaves_are_refused(value: float) -> None:
+def test_non_finite_and_subnormal_values_are_refused(value: float) -> None:
     good = torch.zeros(3, dtype=torch.float64)
     check_values([good, torch.arange(3)], "here")
     with pytest.raises(UserError, match="here holds numbers that are not finite"):

@@ -1,5 +1,5 @@
-"""TFM: what grows, what stays bit for bit, and that weights in effect are what the states say, unit
-by unit."""
+"""Tests of TFM: growth of layers, bit-identical answers of old tasks, states of units, and the
+weights in effect."""
 
 from __future__ import annotations
 
@@ -75,8 +75,10 @@ def stream(
     backbone: nn.Module | None = None,
     **settings: Any,
 ) -> list[Left]:
-    """What each task of a stream leaves, each trained by a method of its own on a fresh copy of the
-    backbone, as the loop does."""
+    """Train a stream, each task with a new method on a copy of the backbone, as the loop does.
+
+    Return the state and the carried state of each task.
+    """
     backbone = backbone or vit()
 
     def learn(task: Task, carried: Carried | None) -> Left:
@@ -116,14 +118,14 @@ def old_answers_stay(cls: type[Tfm], train: TrainSettings, **settings: Any) -> N
     "settings", [GROWN, {"growth": 0.2}, {"growth": 0}, {**GROWN, "first": "trained"}], ids=str
 )
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_old_answers_stay_bit_for_bit_when_the_network_grows(
+def test_old_answers_stay_bit_identical_when_the_network_grows(
     optimizer: str, settings: dict[str, Any]
 ) -> None:
     old_answers_stay(Tfm, OPTIMIZERS[optimizer], **settings)
 
 
 class OneNormalisation(Tfm):
-    """The normalisation of a new task is written over that of the old ones."""
+    """A broken TFM: the normalisation of a new task overwrites that of old tasks."""
 
     def load_task(self, state: TaskState) -> None:
         super().load_task(state)
@@ -134,17 +136,17 @@ class OneNormalisation(Tfm):
 
 
 class TrainsOldRows(Tfm):
-    """Units of earlier tasks go on learning."""
+    """A broken TFM: units of earlier tasks continue to learn."""
 
     def finish(self) -> tuple[TaskState, Carried]:
         self.shared = {
             name: t * (1 - 1e-4) for name, t in self.shared.items()
-        }  # what one step of weight decay does
+        }  # as a step of weight decay would do
         return super().finish()
 
 
 class KeepsLaterUnits(Tfm):
-    """An old task also gets the units that came later."""
+    """A broken TFM: an old task also uses the units of later tasks."""
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         newest = [*self.loaded.values()][-1]
@@ -158,7 +160,7 @@ def test_tfm_interference_is_detected(broken: type[Tfm]) -> None:
 
 
 def test_only_new_units_normalisation_and_the_head_get_gradients() -> None:
-    """Rows of units that an earlier task learned are not parameters at all."""
+    """Rows of units of earlier tasks are not parameters."""
     carried = stream(tasks=TASKS[:1], **GROWN)[0][1]
     before, method = carried.to_bytes(), Tfm(vit(), TfmSettings(**{**GROWN, "heads_every": 1}), 0)
     groups = begun(method, TASKS[1], carried)
@@ -166,7 +168,7 @@ def test_only_new_units_normalisation_and_the_head_get_gradients() -> None:
         for name, p in method.new.items():
             if name.endswith(
                 ".columns"
-            ):  # at their start, at 0, they hold back the gradient of what is before them
+            ):  # columns start at 0, which makes the gradients of rows and biases 0
                 p.normal_()
     method.train().loss(batch(classes=TASKS[1].num_classes), Progress(0, 0, 1, 1))[0].backward()
     shapes = (
@@ -184,7 +186,7 @@ def test_only_new_units_normalisation_and_the_head_get_gradients() -> None:
         assert tuple(method.new[f"blocks.{i}.ff.beta"].shape) == (HIDDEN + 16,)
     of_keys = {
         f"blocks.{i}.attn.bias" for i in range(DEPTH)
-    }  # adding the same to all keys changes nothing
+    }  # adding a constant to all keys changes nothing
     for name, p in method.new.items():
         assert p.grad is not None
         assert (
@@ -199,7 +201,7 @@ def test_only_new_units_normalisation_and_the_head_get_gradients() -> None:
     assert carried.to_bytes() == before
 
 
-def test_weight_decay_acts_on_rows_and_columns_alone() -> None:
+def test_weight_decay_excludes_biases_and_normalisation() -> None:
     method = Tfm(vit(), TfmSettings(**GROWN), 0)
     groups = begun(method, TASKS[0], None)
     name_of = {
@@ -220,7 +222,7 @@ def test_weight_decay_acts_on_rows_and_columns_alone() -> None:
 
 # ---- states and widths ---------------------------------------------------------------------------
 def states_of(results: list[Left], site: str) -> Tensor:
-    """(units, tasks): 0 unused, 1 forward-only, 2 normal."""
+    """Return the states of a site's units, (units, tasks): 0 unused, 1 forward-only, 2 normal."""
     masks = [state.masks for state, _ in results]
     columns = [m[f"{site}.used"].int() + m[f"{site}.own"].int() for m in masks]
     width = max(map(len, columns))
@@ -257,7 +259,7 @@ def test_tfm_first_task_uses_normal_units() -> None:
     assert all(torch.equal(results[2][1].tensors[f"weights/{n}"], t) for n, t in first.items())
 
 
-def test_stochastic_depth_acts_where_the_whole_backbone_is_trained() -> None:
+def test_stochastic_depth_is_active_only_for_full_backbone_training() -> None:
     for first, expected in (("trained", [True, False]), ("adapted", [False, False])):
         method, carried = Tfm(vit(), TfmSettings(first=first), 0), None
         for task, on in zip(TASKS, expected, strict=False):
@@ -285,7 +287,7 @@ def test_hidden_units_come_in_multiples_of_eight(growth: float, units: int) -> N
 @pytest.mark.parametrize(
     ("every", "heads"), [(0, [0, 0, 0]), (1, [1, 2, 3]), (2, [1, 1, 2]), (3, [1, 1, 1])]
 )
-def test_a_head_comes_at_every_so_many_tasks_from_the_first(every: int, heads: list[int]) -> None:
+def test_attention_heads_are_added_every_n_tasks(every: int, heads: list[int]) -> None:
     heads_added = [
         len(state.masks["blocks.0.v.used"]) for state, _ in stream(growth=0, heads_every=every)
     ]
@@ -293,11 +295,9 @@ def test_a_head_comes_at_every_so_many_tasks_from_the_first(every: int, heads: l
 
 
 @pytest.mark.parametrize(("settings", "heads"), [({}, 0), ({"heads_every": 1}, 1)])
-def test_stored_are_two_bits_per_unit_and_two_numbers_per_forward_only_unit(
-    settings: dict[str, Any], heads: int
-) -> None:
-    """The formula on DeiT-Ti's geometry, to the byte: 13,824 units of the backbone; each block gets
-    80 hidden units, and 64 channels at two sites with a head."""
+def test_stored_bytes_match_the_formula_for_deit_ti(settings: dict[str, Any], heads: int) -> None:
+    """Checks the formula for DeiT-Ti to the byte. The backbone has 13,824 units. Each task adds 80
+    hidden units to each block, and each new head adds 64 channels at two sites."""
     carried, units = None, 13_824
     for task in TASKS[:2]:
         method = Tfm(build(BackboneSettings()), TfmSettings(**settings), 0)
@@ -335,7 +335,7 @@ def test_pictures_show_the_units_that_a_task_uses() -> None:
 
 
 @pytest.mark.parametrize("first", ["adapted", "trained"])
-def test_what_is_handed_on_is_a_copy_of_what_was_received(first: str) -> None:
+def test_carried_state_is_a_copy_of_the_received_state(first: str) -> None:
     received = stream(tasks=TASKS[:1], **GROWN, first=first)[0][1]
     handed = trained(Tfm(vit(), TfmSettings(growth=0, first=first), 0), TASKS[1], received)[1]
     assert handed.to_bytes() == Carried(received.tensors, {"tasks": 2}).to_bytes()
@@ -346,8 +346,7 @@ def test_what_is_handed_on_is_a_copy_of_what_was_received(first: str) -> None:
 
 # ---- the weights in effect -----------------------------------------------------------------------
 def by_hand(backbone: nn.Module, state: TaskState, carried: Carried) -> nn.Module:
-    """A plain, wider timm ViT with a task's units in it; normalisation acts on activations, by
-    hooks."""
+    """Return a plain, wider timm ViT with a task's units; hooks renormalise its activations."""
     t, wide = carried.tensors, copy.deepcopy(backbone)
     for i, block in enumerate(wide.blocks):  # type: ignore[arg-type]
         attention, mlp = block.attn, block.mlp
@@ -405,7 +404,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_the_weights_in_effect_are_a_wider_network_with_renormalised_activations(
+def test_weights_in_effect_equal_a_wider_renormalised_network(
     options: dict[str, Any], fused: bool
 ) -> None:
     backbone = vit(**options)
@@ -428,9 +427,9 @@ def test_the_weights_in_effect_are_a_wider_network_with_renormalised_activations
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_a_task_starts_from_what_there_is(options: dict[str, Any]) -> None:
-    """Wider, but with columns at 0 and nothing renormalised, the features are those of the network
-    before."""
+def test_new_task_starts_with_the_features_of_the_previous_network(options: dict[str, Any]) -> None:
+    """The new network is wider, but new columns are 0 and nothing is renormalised, so its features
+    are those of the network before."""
     backbone = vit(**options)
     state, carried = stream(backbone=backbone, tasks=TASKS[:1], **GROWN)[0]
     plain = replace(
@@ -459,9 +458,9 @@ def test_a_task_starts_from_what_there_is(options: dict[str, Any]) -> None:
         ("blocks.0.v", WIDTH + 2, "attn.proj"),
     ],
 )
-def test_a_unit_that_is_not_used_has_no_part_in_the_answers(site: str, at: int, cut: str) -> None:
-    """Whether it is an old one or a new one; without its channel of q an attention sees no product
-    with k."""
+def test_unused_unit_does_not_affect_the_logits(site: str, at: int, cut: str) -> None:
+    """Covers old and new units. If a channel of q is 0, its product with k does not contribute to
+    the attention."""
     state, carried = stream(tasks=TASKS[:1], **GROWN)[0]
     wide = by_hand(vit(), state, carried)
     before = answers(served([(state, carried)]), "one")
@@ -478,7 +477,7 @@ def test_a_unit_that_is_not_used_has_no_part_in_the_answers(site: str, at: int, 
     assert not torch.allclose(logits, before, atol=1e-4)
 
 
-def test_keys_are_never_renormalised() -> None:
+def test_attention_keys_are_never_renormalised() -> None:
     state, carried = stream(tasks=TASKS[:1], **GROWN)[0]
     method = served([(state, carried)])
     method.activate_task("one")
@@ -493,7 +492,7 @@ def test_keys_are_never_renormalised() -> None:
     ]
 
 
-def test_timms_attention_is_left_as_it_was_also_after_an_error() -> None:
+def test_timm_attention_is_restored_even_after_an_error() -> None:
     method = served(stream(**GROWN))
     attention: Any = method.backbone.get_submodule("blocks.0.attn")
     answers(method, "three")
@@ -505,7 +504,7 @@ def test_timms_attention_is_left_as_it_was_also_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("first", ["adapted", "trained"])
-def test_a_base_task_is_served_by_the_backbone_itself_between_wider_ones(first: str) -> None:
+def test_base_task_is_served_by_the_unchanged_backbone(first: str) -> None:
     backbone = vit()
     head = {"weight": torch.randn(4, WIDTH), "bias": torch.randn(4)}
     results = stream(backbone=backbone, **GROWN, first=first)
@@ -525,7 +524,7 @@ def test_a_base_task_is_served_by_the_backbone_itself_between_wider_ones(first: 
     assert torch.equal(answers(method, "three"), before)
 
 
-def test_units_are_folded_once_per_switch() -> None:
+def test_weights_are_computed_once_per_task_switch() -> None:
     method = served(stream(**GROWN))
     with mock.patch.object(method, "in_effect", wraps=method.in_effect) as in_effect:
         for task in ("one", "one", "two", "two", "one"):
@@ -533,7 +532,7 @@ def test_units_are_folded_once_per_switch() -> None:
     assert in_effect.call_count == 3
 
 
-def test_a_task_that_is_trained_again_is_served_as_it_stands() -> None:
+def test_task_under_retraining_is_served_in_its_current_state() -> None:
     results = stream(tasks=TASKS[:1], **GROWN)
     method = served(results, **GROWN)
     begun(method, TASKS[0], None)
@@ -541,7 +540,7 @@ def test_a_task_that_is_trained_again_is_served_as_it_stands() -> None:
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
-def test_mistakes_get_a_sentence() -> None:
+def test_invalid_states_backbones_and_settings_are_refused() -> None:
     results = stream(**GROWN)
     with pytest.raises(
         UserError,

@@ -1,4 +1,4 @@
-"""Promises of a task for plain timm: its logits are the task's, or one sentence says why not."""
+"""Tests of the export of a task to plain timm: equal logits, or a refusal with a reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def packnet(lab: Any) -> Finished:
     return finished(lab, "packnet", epochs=1)
 
 
-def test_timm_reads_a_masked_task_and_gives_its_logits(packnet: Finished, tmp_path: Path) -> None:
+def test_exported_masked_task_gives_equal_logits_in_timm(packnet: Finished, tmp_path: Path) -> None:
     folder = tmp_path / "timm"
     timm_model.write_timm_folder(packnet.bundle, "two", str(folder))
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
@@ -34,20 +34,20 @@ def test_timm_reads_a_masked_task_and_gives_its_logits(packnet: Finished, tmp_pa
         torch.testing.assert_close(model(images), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_folder_with_files_is_left_alone(packnet: Finished, tmp_path: Path) -> None:
+def test_non_empty_folder_is_refused(packnet: Finished, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("x")
     with pytest.raises(UserError, match="not an empty folder"):
         timm_model.write_timm_folder(packnet.bundle, "two", str(tmp_path))
 
 
-def test_task_of_more_than_weights_is_refused(lab: Any, tmp_path: Path) -> None:
+def test_task_with_more_than_weights_is_refused(lab: Any, tmp_path: Path) -> None:
     run = finished(lab, "toast", epochs=1)
     with pytest.raises(UserError, match=r"cannot be written for plain timm: .*leave out --timm"):
         timm_model.write_timm_folder(run.bundle, "two", str(tmp_path / "timm"))
     assert not (tmp_path / "timm").exists()
 
 
-def test_weights_that_do_not_give_the_logits_are_never_written(
+def test_export_with_different_logits_is_refused(
     packnet: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collect = timm_model._collect_state_dict

@@ -1,5 +1,4 @@
-"""TOAST: two passes against the same written out in full, what is trained and stored, and the start
-that a base task gives."""
+"""Tests of TOAST: the two passes against a plain version, trained parameters, and pretuning."""
 
 from __future__ import annotations
 
@@ -48,9 +47,11 @@ def method_of(name: str = "toast", backbone: Any = None, **settings: Any) -> Any
 
 
 def moved(method: Any) -> None:
-    """As if trained: everything of the task in training stands elsewhere, feedback layers large
-    enough to reach every block or stage, and a prior that some tokens look towards and others away
-    from."""
+    """Change all parameters of the current task, as training would.
+
+    The feedback layers become large enough to affect every block or stage. The prior has a positive
+    cosine with some tokens and a negative one with others.
+    """
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in method.own.values():
@@ -75,8 +76,11 @@ def layers_of(method: Any) -> tuple[Tensor, Tensor]:
 
 
 def by_hand(method: Any, pictures: Tensor) -> Tensor:
-    """Two whole passes with attention written out, the whole qkv layer on what is fed back,
-    feedback from layer to layer."""
+    """Return the features of a plain version of the two passes.
+
+    It writes attention out, applies the whole qkv layer to the feedback, and computes the feedback
+    layer by layer.
+    """
     model, parameters_by_name, s = method.backbone, dict(method.own.items()), method.settings
     top = s.feedback_from or len(model.blocks)
 
@@ -120,7 +124,7 @@ def steered(method: Any, pictures: Tensor) -> Tensor:
 
 
 # ---- the two passes ------------------------------------------------------------------------------
-def test_the_golden_mask() -> None:
+def test_token_selection_matches_the_golden_mask() -> None:
     x, prior = torch.tensor([[[3.0, 4.0], [-1.0, 0.0], [0.0, 2.0]]]), torch.tensor([1.0, 0.0])
     assert torch.allclose(
         select_tokens(x, prior), torch.tensor([[[1.8, 2.4], [0.0, 0.0], [0.0, 0.0]]])
@@ -182,7 +186,7 @@ def test_only_steered_blocks_run_twice(to: int, top: int) -> None:
     assert [ran.count(index) for index in range(4)] == [1] * to + [2] * (top - to) + [1] * (4 - top)
 
 
-def test_images_that_want_a_gradient_get_that_of_both_passes() -> None:
+def test_image_gradients_include_both_passes() -> None:
     method, pictures, weight = (
         in_double(),
         images().double().requires_grad_(),
@@ -197,7 +201,7 @@ def test_images_that_want_a_gradient_get_that_of_both_passes() -> None:
 
 
 @pytest.mark.parametrize(("to", "top"), RANGES)
-def test_feedback_is_linear_and_folded_it_is_the_chain(to: int, top: int) -> None:
+def test_folded_feedback_is_linear_and_equals_the_layer_chain(to: int, top: int) -> None:
     method = in_double(feedback_to=to, feedback_from=top)
     w1, w2 = layers_of(method)
     transform = method.own["transform"]
@@ -218,13 +222,13 @@ def test_feedback_is_linear_and_folded_it_is_the_chain(to: int, top: int) -> Non
 
 
 @torch.no_grad()
-def test_without_feedback_it_is_the_backbone_to_the_last_bit() -> None:
+def test_features_without_feedback_equal_the_backbone_bit_for_bit() -> None:
     method, plain = method_of(), vit()(images())
     begun(method)
     moved(method)
     assert not torch.allclose(steered(method, images()), plain, atol=1e-2)
     entered, _ = method.top_down.first_pass(images())
-    away = -method.own["prior"].expand(8, 5, 32)  # no token looks the prior's way
+    away = -method.own["prior"].expand(8, 5, 32)  # no token has a positive cosine with the prior
     assert torch.equal(method.top_down.second_pass(entered, away, method.weight_overrides), plain)
     method.own["transform"].zero_()
     assert torch.equal(steered(method, images()), plain)
@@ -232,7 +236,7 @@ def test_without_feedback_it_is_the_backbone_to_the_last_bit() -> None:
 
 @contextmanager
 def added_to_values(by_block: dict[int, Tensor]) -> Iterator[None]:
-    """Inside, the attention of the n-th block to run gets `by_block[n]`, (B, N, A), more values."""
+    """Context manager that adds `by_block[n]` (B, N, A) to the values of the n-th block to run."""
     attention, calls = F.scaled_dot_product_attention, itertools.count()
 
     def adding(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -247,8 +251,8 @@ def added_to_values(by_block: dict[int, Tensor]) -> Iterator[None]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("form", OTHER_VITS.values(), ids=OTHER_VITS.keys())
-def test_other_families_are_steered_by_their_values(form: dict[str, Any]) -> None:
-    """Two whole passes, feedback from layer to layer, and W_v of what is fed back added to v."""
+def test_feedback_steers_values_of_other_backbone_families(form: dict[str, Any]) -> None:
+    """The reference runs two full passes and adds W_v of the feedback of each layer to v."""
     method = method_of(backbone=other_vit(**form))
     begun(method)
     moved(method)
@@ -281,7 +285,7 @@ def test_feedback_of_other_families_learns_and_is_stored(name: str, form: dict[s
     groups = begun(method)
     start = {n: p.detach().clone() for n, p in method.own.items()}
     method_steps.train(method, method_steps.OPTIMIZERS["sgd"](groups), ONE)
-    start.pop("prior")  # only through feedback that has moved does it get a gradient
+    start.pop("prior")  # it has a gradient only after the feedback has changed
     for n, value in start.items():
         assert not torch.equal(method.own[n], value), n
     state = method.eval().finish()[0]
@@ -293,7 +297,7 @@ def test_feedback_of_other_families_learns_and_is_stored(name: str, form: dict[s
 
 
 @torch.no_grad()
-def test_value_biases_apart_are_added_a_second_time_too() -> None:
+def test_separate_value_biases_are_added_a_second_time() -> None:
     form = OTHER_VITS["EVA-02, rotary"]
     method, doubled = method_of(backbone=other_vit(**form), td_value_bias=True), other_vit(**form)
     begun(method)
@@ -329,11 +333,11 @@ def by_hand_without_bias(method: Any) -> Tensor:
     return by_hand(method, images())
 
 
-def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient() -> None:
+def test_first_pass_builds_no_graph_and_backbone_gets_no_gradient() -> None:
     method = method_of()
     begun(method)
     moved(method)
-    method.backbone.requires_grad_(True)  # or there would be nothing to build one of
+    method.backbone.requires_grad_(True)  # otherwise there could be no graph
     assert all(not t.requires_grad for t in method.top_down.first_pass(images()))
     method.backbone.requires_grad_(False)
     method.loss(method_steps.batch(), PROGRESS)[0].backward()
@@ -368,7 +372,7 @@ def test_a_compiled_backbone_is_steered_too() -> None:
         assert torch.equal(method.backbone(images()), vit()(images()))
 
 
-# ---- the first pass is kept ----------------------------------------------------------------------
+# ---- the kept first pass -------------------------------------------------------------------------
 @pytest.mark.parametrize(("to", "top"), RANGES)
 def test_kept_first_pass_gives_same_features(to: int, top: int) -> None:
     method = in_double(feedback_to=to, feedback_from=top)
@@ -383,7 +387,7 @@ def test_kept_first_pass_gives_same_features(to: int, top: int) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("form", OTHER_VITS.values(), ids=OTHER_VITS.keys())
-def test_kept_first_pass_of_other_families(form: dict[str, Any]) -> None:
+def test_kept_first_pass_gives_same_features_for_other_families(form: dict[str, Any]) -> None:
     method = method_of(backbone=other_vit(**form))
     begun(method)
     moved(method)
@@ -393,7 +397,7 @@ def test_kept_first_pass_of_other_families(form: dict[str, Any]) -> None:
 
 @contextmanager
 def counted_first_passes() -> Iterator[list[int]]:
-    """The number of images in each first pass."""
+    """Yield a list that gets the number of images in each first pass."""
     sizes: list[int] = []
     first_pass = TopDown.first_pass
 
@@ -406,7 +410,7 @@ def counted_first_passes() -> Iterator[list[int]]:
 
 
 def train_job(lab: Lab, name: str, step: str = "train", **data: Any) -> StageJob:
-    """A stage of three epochs, in batches that do not divide the number of images."""
+    """Return a stage of three epochs; its batch size does not divide the number of images."""
     base, task = ({"card": str(lab.card), "classes": list(TASKS[t]), "name": t} for t in TASKS)
     run = lab.run_of(
         name,
@@ -431,7 +435,7 @@ def plain_passes() -> Any:
 @pytest.mark.parametrize("step", ["pretune", "train"])
 @pytest.mark.parametrize("name", BOTH)
 def test_stage_passes_images_once_and_trains_the_same(lab: Lab, name: str, step: str) -> None:
-    """Up to rounding: an image has other neighbours in the kept pass."""
+    """Results are equal up to rounding, because the kept pass uses other batches of images."""
     job = train_job(lab, name, step)
     with counted_first_passes() as sizes:
         kept = lab.stage(again(job, "kept"))
@@ -472,11 +476,11 @@ def test_first_pass_is_repeated_if_it_does_not_fit(
         with counted_first_passes() as sizes:
             rows = history(lab.stage(again(job, f"limit-{limit}")))
         passes[limit] = sum(sizes) - rows[0]["val_total"]
-    # the first batch shows that the pass does not fit
+    # The first batch is passed once more, to find that the pass does not fit.
     assert passes == {num_bytes - 1: 3 * images + 23, num_bytes: images}
 
 
-# ---- what is trained and stored ------------------------------------------------------------------
+# ---- trained and stored parameters ---------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "settings", "step", "names"),
     [
@@ -495,7 +499,9 @@ def test_first_pass_is_repeated_if_it_does_not_fit(
         ("toast_lite", {}, "pretune", {"w1", "w2", "prior"}),
     ],
 )
-def test_what_is_trained(name: str, settings: dict[str, Any], step: str, names: set[str]) -> None:
+def test_each_step_trains_the_expected_parameters(
+    name: str, settings: dict[str, Any], step: str, names: set[str]
+) -> None:
     method = method_of(name, **settings)
     groups = begun(method, step=step)
     assert {g["name"] for g in groups} == {"head.weight", "head.bias"} | names
@@ -507,9 +513,9 @@ def test_what_is_trained(name: str, settings: dict[str, Any], step: str, names: 
     assert without_decay == {"head.bias", "prior"} & {g["name"] for g in groups}
 
 
-def test_the_shares_of_a_vit_b() -> None:
-    """By number and to the unit: 14.08 % of all parameters, with P 14.67 %; lite 0.73 %, none of
-    them counting a head."""
+def test_trained_parameter_shares_of_a_vit_b_match_reference() -> None:
+    """The exact counts give 14.08 % of all parameters, 14.67 % with P, and 0.73 % for lite, always
+    without heads."""
 
     def trained(name: str, **settings: Any) -> int:
         method = method_of(name, backbone, **settings)
@@ -540,7 +546,7 @@ def test_the_shares_of_a_vit_b() -> None:
     assert [
         round(100 * share, 2) for share in (without / (size + without), full / (size + full))
     ] == [14.16, 14.67]
-    # the reference's share leaves xi out and P in the whole
+    # The share in the reference omits xi and counts P only in the total.
     assert 14_155_776 / (size + 14_155_776 + 589_824) == pytest.approx(0.1408, abs=5e-5)
     assert round(100 * lite / 100e6, 2) == 0.74
     assert lite / (size + full) == pytest.approx(0.0073, abs=5e-5)
@@ -550,13 +556,13 @@ def test_the_shares_of_a_vit_b() -> None:
     ("name", "copies"),
     [("toast", 2 * 2 * 32 * 32 + 32 * 32), ("toast_lite", 2 * 2 * 2 * 4 * 32 + 32 * 32)],
 )
-def test_what_is_stored(name: str, copies: int) -> None:
+def test_stored_bytes_of_a_task_match_the_formula(name: str, copies: int) -> None:
     state = method_steps.trained(method_of(name))
     assert state.sizes() == {"masks": 0, "tokens": 4 * 32, "copies": 4 * copies, "head": 4 * 2 * 33}
 
 
-def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers() -> None:
-    """Its low-rank parts start with B = 0; A gets no gradient then, B does."""
+def test_toast_lite_starts_equal_to_toast_and_shares_feedback_layers() -> None:
+    """The low-rank parts start with B = 0, so that at first B has a gradient and A has none."""
     full, lite = method_of(), method_of("toast_lite")
     for method in (full, lite):
         # as if pretuned
@@ -599,7 +605,7 @@ def test_several_tasks_share_the_first_pass(name: str) -> None:
     alone = {task.name: method_steps.answers(method, task) for task in (ONE, TWO, BASE)}
     assert torch.equal(
         alone["base"], F.linear(vit()(images()), torch.ones(2, 32), torch.zeros(2))
-    ), "the backbone answers what it was trained on"
+    ), "the backbone must serve the base task without feedback"
     with counted_first_passes() as sizes:
         for order in (["one", "two", "base"], ["two", "one", "two"]):
             logits = method.grouped_logits(images(), dict.fromkeys(order, slice(None)))
@@ -615,9 +621,9 @@ def begun_anew(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_without_pretuning_a_task_starts_as_the_backbone_and_learns_to_steer_it(name: str) -> None:
-    """W1 = I hands down what is selected; W2 = 0 adds none of it yet, and is what gets a gradient
-    first."""
+def test_task_without_pretuning_starts_as_the_backbone_and_learns(name: str) -> None:
+    """W1 = I passes the selected tokens on. W2 = 0 adds no feedback at first, and is the first to
+    get a gradient."""
     method = begun_anew(name)
     assert torch.equal(steered(method, images()), vit()(images()))
     method.loss(method_steps.batch(), PROGRESS)[0].backward()
@@ -629,7 +635,7 @@ def test_without_pretuning_a_task_starts_as_the_backbone_and_learns_to_steer_it(
 
 
 @pytest.mark.parametrize("top", [2, 4])
-def test_a_fresh_prior_is_one_that_tokens_of_any_image_look_towards(top: int) -> None:
+def test_fresh_prior_selects_most_tokens_of_any_image(top: int) -> None:
     top_down = TopDown(vit(depth=4), 0, top)
     prior = top_down.prior(torch.Generator().manual_seed(3))
     assert torch.equal(prior, top_down.prior(torch.Generator().manual_seed(3)))
@@ -661,7 +667,7 @@ def test_feedback_of_another_shape_is_refused() -> None:
         ({"feedback_from": 1, "feedback_to": 1}, r"from block 1 down to block 1"),
     ],
 )
-def test_feedback_that_goes_nowhere_is_refused(settings: dict[str, Any], says: str) -> None:
+def test_invalid_feedback_range_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         Toast.check_backbone(Toast.Settings(**settings), vit())
 
@@ -686,7 +692,7 @@ def test_the_work_per_image_counts_both_passes_and_the_feedback(name: str) -> No
     method = method_of(name, vit(depth=4), feedback_to=1, feedback_from=3)
     tokens, width = 5, 32
     block = tokens * (12 * width * width + 2 * tokens * width)
-    # its class token alone is read
+    # Of the last block, only the class token is read.
     last = 2 * width * width * (1 + tokens) + 2 * tokens * width + 8 * width * width
     share = method.flops_share(method_steps.trained(method))
     assert share == pytest.approx(
@@ -713,7 +719,7 @@ def test_variational_loss_is_zero_for_inverse_layer() -> None:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_pretuning_adds_the_inversion_of_the_blocks_of_the_second_pass(name: str) -> None:
+def test_pretuning_loss_adds_inversion_of_second_pass_blocks(name: str) -> None:
     method = method_of(name, vit(depth=3), feedback_to=1, variational=0.3)
     begun(method, BASE, step="pretune")
     moved(method)
@@ -752,7 +758,7 @@ def test_pretuning_adds_the_inversion_of_the_blocks_of_the_second_pass(name: str
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_every_task_starts_from_what_pretuning_left(name: str) -> None:
+def test_every_task_starts_from_the_pretuned_parameters(name: str) -> None:
     method = method_of(name)
     optimizer = method_steps.OPTIMIZERS["adamw"](begun(method, BASE, step="pretune"))
     fresh = {n: t.clone() for n, t in method.start.items()}
@@ -760,7 +766,7 @@ def test_every_task_starts_from_what_pretuning_left(name: str) -> None:
     moved(method)
     state, carried = method.finish()
     assert state.sizes() == {"masks": 0, "tokens": 0, "copies": 0, "head": 4 * 2 * 33}, (
-        "what all start from is not the base task's own"
+        "the common start must not count as part of the base task"
     )
     assert (
         carried.tensors.keys()
@@ -776,12 +782,12 @@ def test_every_task_starts_from_what_pretuning_left(name: str) -> None:
         method_steps.answers(method_steps.serving(method_of(name), [state], carried), BASE), direct
     )
     assert not torch.allclose(direct, method.heads["base"](vit()(images())), atol=1e-3), (
-        "its feedback has a part in it"
+        "the feedback must change the answers"
     )
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_without_labels_pretuning_is_the_inversion_of_the_blocks_alone(name: str) -> None:
+def test_pretuning_without_labels_trains_only_the_block_inversion(name: str) -> None:
     method, pictures = method_of(name), replace(BASE, name="pictures", role="unlabelled")
     groups = begun(method, pictures, step="pretune")
     assert [(g["name"], [*g["params"]]) for g in groups] == [("w1", [method.own["w1"]])]
@@ -811,7 +817,7 @@ def test_without_labels_pretuning_is_the_inversion_of_the_blocks_alone(name: str
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", BOTH)
-def test_images_without_labels_pretune_a_whole_run(lab: Lab, name: str) -> None:
+def test_unlabelled_images_pretune_a_complete_run(lab: Lab, name: str) -> None:
     stream = {
         "scenario": "task",
         "tasks": [
@@ -861,7 +867,7 @@ def base_first(lab: Lab, name: str, **method: Any) -> Any:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", BOTH)
-def test_a_stream_with_a_base_task_is_pretuned_once_and_stays_a_star(lab: Lab, name: str) -> None:
+def test_star_with_a_base_task_is_pretuned_once(lab: Lab, name: str) -> None:
     run = base_first(lab, name, steps={"pretune": {"epochs": 2}})
     assert [[job.step for job in run.stages(i)] for i in range(3)] == [
         ["pretune"],
@@ -902,7 +908,7 @@ def test_nothing_is_pretuned_without_request(lab: Lab) -> None:
     assert alone.stages(0)[0].previous == {}
 
 
-def test_a_setting_of_one_step_alone_leaves_the_other_step_as_it_was(lab: Lab) -> None:
+def test_setting_of_one_step_keeps_the_other_steps_key(lab: Lab) -> None:
     runs = [
         base_first(lab, "toast_lite", **settings)
         for settings in ({}, {"rank": 2}, {"train_P": False}, {"variational": 0.2})
@@ -917,7 +923,7 @@ def test_a_setting_of_one_step_alone_leaves_the_other_step_as_it_was(lab: Lab) -
     ]
 
 
-def test_what_starts_a_star_is_nothing_to_other_stars() -> None:
+def test_only_toast_methods_start_from_a_pretuned_state() -> None:
     assert {name for name, method in METHODS.items() if method.starts_from} == set(BOTH)
     assert all(not (method.starts_from and method.carries) for method in METHODS.values())
     assert issubclass(ToastLite, Toast)

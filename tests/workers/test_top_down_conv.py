@@ -1,5 +1,5 @@
-"""TOAST on a ConvNeXt: two passes against the same written out in full with transposed
-convolutions, what is trained and stored, the start."""
+"""Tests of TOAST on a ConvNeXt: the two passes against a plain version with transposed
+convolutions, trained parameters, and pretuning."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FORMS: list[dict[str, Any]] = [
     {},
     {"head_norm_first": True},
     {"patch_size": 2, "output_stride": 16},
-]  # the last: stage 1 strides, stage 4 dilates
+]  # in the last form, stage 1 has a stride and stage 4 a dilation
 
 
 def method_of(name: str = "toast", backbone: Any = None, **settings: Any) -> Any:
@@ -63,7 +63,7 @@ def layers_of(method: Any) -> dict[str, Tensor]:
 
 
 def run(model: Any, pictures: Tensor, fed_back: dict[int, Tensor]) -> list[Tensor]:
-    """Maps in front of the first stage and behind each, of a whole pass."""
+    """Run a full pass, and return the maps before the first stage and after each stage."""
     stage_outputs = [model.stem(pictures)]
     for index, stage in enumerate(model.stages):
         stage_outputs.append(stage(stage_outputs[-1] + fed_back.get(index, 0)))
@@ -76,7 +76,7 @@ def transposed(x: Tensor, matrix: Tensor, front: int) -> Tensor:
 
 
 def by_hand(method: Any, pictures: Tensor) -> Tensor:
-    """Two whole passes, places one by one, feedback from stage to stage."""
+    """Return the features of a plain version of the two passes, with feedback stage by stage."""
     model, parameters_by_name, s = method.backbone, dict(method.own.items()), method.settings
     top = s.feedback_from or 4
     seen = run(model, pictures, {})[top]
@@ -113,10 +113,10 @@ def steered(method: Any, pictures: Tensor) -> Tensor:
 
 
 # ---- the two passes ------------------------------------------------------------------------------
-def test_the_golden_mask() -> None:
-    """Places (3, 4), (-1, 0), (0, 2) and the prior (1, 0): cosines 0.6, -1, 0. What is fed back is
-    the raw place."""
-    method = method_of(feedback_from=1)  # behind an early stage nothing is normalised
+def test_position_selection_matches_the_golden_mask() -> None:
+    """The positions (3, 4), (-1, 0), (0, 2) and the prior (1, 0) have cosines 0.6, -1, 0. The
+    feedback uses the position before the norm."""
+    method = method_of(feedback_from=1)  # there is no norm after an early stage
     x = torch.tensor([[3.0, -1.0, 0.0], [4.0, 0.0, 2.0]])[None, :, None]
     assert torch.allclose(
         method.top_down.select_positions(x, torch.tensor([2.0, 0.0])),
@@ -124,9 +124,7 @@ def test_the_golden_mask() -> None:
     )
     last = method_of()
     maps = torch.randn(2, 32, 2, 2, generator=torch.Generator().manual_seed(0))
-    prior = last.backbone.head.norm(maps)[
-        1, :, 0, 1
-    ]  # one place, as the norm leaves it, is looked for
+    prior = last.backbone.head.norm(maps)[1, :, 0, 1]  # one position after the norm
     assert torch.allclose(last.top_down.select_positions(maps, prior)[1, :, 0, 1], maps[1, :, 0, 1])
 
 
@@ -221,7 +219,7 @@ def test_feedback_maps_have_input_shape_of_stage(
 @pytest.mark.parametrize("options", FORMS, ids=str)
 @pytest.mark.parametrize(("to", "top"), RANGES)
 def test_kept_first_pass_gives_same_features(to: int, top: int, options: dict[str, Any]) -> None:
-    """And its maps have channels last in memory, like those that were computed."""
+    """The kept maps are channels-last in memory, like the computed ones."""
     method = method_of(backbone=convnext(**options), feedback_to=to, feedback_from=top)
     begun(method)
     moved(method)
@@ -240,10 +238,12 @@ def test_kept_first_pass_gives_same_features(to: int, top: int, options: dict[st
 
 @torch.no_grad()
 @pytest.mark.parametrize(("to", "top"), RANGES)
-def test_without_feedback_it_is_the_backbone_to_the_last_bit(to: int, top: int) -> None:
+def test_features_without_feedback_equal_the_backbone_bit_for_bit(to: int, top: int) -> None:
     method, plain = method_of(feedback_to=to, feedback_from=top), convnext()(images())
     begun(method)
-    assert torch.equal(steered(method, images()), plain), "a fresh one"
+    assert torch.equal(steered(method, images()), plain), (
+        "a fresh method must not change the features"
+    )
     moved(method)
     assert not torch.allclose(steered(method, images()), plain, atol=1e-2)
     method.own["transform"].zero_()
@@ -251,7 +251,7 @@ def test_without_feedback_it_is_the_backbone_to_the_last_bit(to: int, top: int) 
 
 
 @torch.no_grad()
-def test_places_that_look_away_feed_nothing_back() -> None:
+def test_positions_opposite_to_the_prior_feed_nothing_back() -> None:
     method, plain = method_of(feedback_from=3), convnext()(images())
     begun(method)
     moved(method)
@@ -262,11 +262,11 @@ def test_places_that_look_away_feed_nothing_back() -> None:
     )
 
 
-def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient() -> None:
+def test_first_pass_builds_no_graph_and_backbone_gets_no_gradient() -> None:
     method = method_of()
     begun(method)
     moved(method)
-    method.backbone.requires_grad_(True)  # or there would be nothing to build one of
+    method.backbone.requires_grad_(True)  # otherwise there could be no graph
     assert all(not t.requires_grad for t in method.top_down.first_pass(images()))
     method.backbone.requires_grad_(False)
     method.loss(method_steps.batch(), PROGRESS)[0].backward()
@@ -276,7 +276,7 @@ def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient() -> N
     assert torch.equal(method.backbone(images()), convnext()(images()))
 
 
-def test_an_early_first_pass_ends_early_and_a_late_second_one_starts_late() -> None:
+def test_only_needed_stages_run_in_each_pass() -> None:
     method, ran = in_double(feedback_to=1, feedback_from=2), []
     for index, stage in enumerate(method.backbone.stages):
         stage.register_forward_hook(lambda *_, index=index: ran.append(index))
@@ -298,7 +298,7 @@ def test_a_compiled_backbone_is_steered_too() -> None:
         assert torch.equal(method.backbone(images()), convnext()(images()))
 
 
-# ---- what is trained and stored ------------------------------------------------------------------
+# ---- trained and stored parameters ---------------------------------------------------------------
 def test_feedback_layers_have_the_shapes_of_their_stages() -> None:
     assert method_of().top_down.shapes() == {
         "w1_0": (8, 8),
@@ -325,7 +325,7 @@ def test_feedback_layers_have_the_shapes_of_their_stages() -> None:
     )
 
 
-def test_a_fresh_one_repeats_channels_and_lets_nothing_in() -> None:
+def test_fresh_feedback_repeats_channels_and_adds_nothing() -> None:
     method = method_of()
     assert torch.equal(method.start["w1_0"], torch.eye(8))
     assert not any(t.any() for name, t in method.start.items() if name.startswith("w2"))
@@ -340,7 +340,7 @@ def test_a_fresh_one_repeats_channels_and_lets_nothing_in() -> None:
     assert all(
         p.grad is not None and bool(p.grad.any()) == name.startswith("w2")
         for name, p in method.own.items()
-    ), "W2 moves first"
+    ), "only W2 may have a gradient at first"
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_a_fresh_one_repeats_channels_and_lets_nothing_in() -> None:
         ("toast_lite", "pretune", {""}),
     ],
 )
-def test_what_is_trained(name: str, step: str, parts: set[str]) -> None:
+def test_each_step_trains_the_expected_parameters(name: str, step: str, parts: set[str]) -> None:
     method = method_of(name)
     groups = begun(method, step=step)
     names = (
@@ -364,9 +364,9 @@ def test_what_is_trained(name: str, step: str, parts: set[str]) -> None:
     assert {g["name"] for g in groups if not g["weight_decay"]} == {"head.bias", "prior"}
 
 
-def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers() -> None:
+def test_toast_lite_starts_equal_to_toast_and_shares_feedback_layers() -> None:
     full, lite = method_of(), method_of("toast_lite")
-    # as some `pretune` left it: nothing is zero
+    # as after `pretune`: no entry is zero
     handed = Carried({n: t + 0.1 for n, t in full.start.items()})
     for method in (full, lite):
         begun(method, ONE, handed)
@@ -389,7 +389,7 @@ def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", BOTH)
-def test_what_is_stored_answers_as_it_did_beside_others_with_one_first_pass(
+def test_stored_tasks_share_one_first_pass_with_unchanged_answers(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, method, direct = method_of(name), method_of(name), {}
@@ -450,7 +450,7 @@ def test_feedback_of_another_shape_is_refused() -> None:
     ],
 )
 @pytest.mark.parametrize("name", BOTH)
-def test_what_a_convnext_cannot_do_is_refused(
+def test_unsupported_convnext_settings_are_refused(
     name: str, settings: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
@@ -470,7 +470,7 @@ def test_the_work_per_image_counts_both_passes_and_the_feedback(to: int, top: in
         (96, 192, 2, 56),
         (192, 384, 2, 28),
         (384, 768, 2, 14),
-    ]  # c, C, k and the side of what each stage is given
+    ]  # c, C, k and the input side of each stage
     stages = sum(
         count_multiply_adds(model.stages[i], front[i][0], front[i][3], front[i][3])
         for i in range(to, top)
@@ -512,7 +512,7 @@ def test_variational_loss_is_zero_for_inverse_stage() -> None:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_pretuning_adds_the_inversion_of_the_stages_of_the_second_pass(name: str) -> None:
+def test_pretuning_loss_adds_inversion_of_second_pass_stages(name: str) -> None:
     method = method_of(name, feedback_to=1, variational=0.3)
     begun(method, BASE, step="pretune")
     moved(method)
@@ -551,7 +551,7 @@ def test_pretuning_adds_the_inversion_of_the_stages_of_the_second_pass(name: str
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_every_task_starts_from_what_pretuning_left(name: str) -> None:
+def test_every_task_starts_from_the_pretuned_parameters(name: str) -> None:
     method = method_of(name)
     optimizer = method_steps.OPTIMIZERS["adamw"](begun(method, BASE, step="pretune"))
     method_steps.train(method, optimizer, BASE)
@@ -567,11 +567,11 @@ def test_every_task_starts_from_what_pretuning_left(name: str) -> None:
         method_steps.answers(method_steps.serving(method_of(name), [state], carried), BASE), direct
     )
     assert not torch.allclose(direct, method.heads["base"](convnext()(images())), atol=1e-3), (
-        "its feedback has a part in it"
+        "the feedback must change the answers"
     )
 
 
-# ---- through the real stages ---------------------------------------------------------------------
+# ---- runs of real stages -------------------------------------------------------------------------
 ON_LAB = {
     "name": "convnext_atto",
     "img_size": 16,
@@ -583,7 +583,7 @@ ON_LAB = {
 @pytest.mark.few(1)
 @pytest.mark.parametrize("promise", [name for name, p in PROMISES.items() if p.applies(Toast)])
 @pytest.mark.parametrize("name", BOTH)
-def test_the_promises_of_every_method_hold_on_it(
+def test_toast_on_convnext_keeps_all_method_promises(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str, promise: str
 ) -> None:
     monkeypatch.setattr(stage_lab, "TINY", ON_LAB)
@@ -615,7 +615,7 @@ def test_a_stream_with_a_base_task_is_pretuned_once(lab: Lab, name: str) -> None
     )
 
 
-def test_a_fresh_prior_is_one_that_places_of_any_image_look_towards() -> None:
+def test_fresh_prior_selects_most_positions_of_any_image() -> None:
     top_down = method_of().top_down
     prior = top_down.prior(torch.Generator().manual_seed(3))
     assert not torch.equal(prior, top_down.prior(torch.Generator().manual_seed(4)))

@@ -1,5 +1,4 @@
-"""Contracts of workers/data/torch_internals.py: each private name of PyTorch exists and does what
-it is used for here."""
+"""Tests of workers/data/torch_internals.py: each private name exists and works as needed."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ class Block(nn.Module):
         return x + 1
 
 
-def test_every_batch_norm_of_pytorch_and_no_other_norm_has_the_common_base() -> None:
+def test_only_batch_norms_have_the_common_base_class() -> None:
     batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     for kind in batch_norms:
         assert isinstance(kind(4), torch_internals.BatchNormBase), kind
@@ -33,9 +32,9 @@ def test_every_batch_norm_of_pytorch_and_no_other_norm_has_the_common_base() -> 
 def test_shape_inference_computes_nothing() -> None:
     linear = nn.Linear(8, 3)
     with torch_internals.shapes_only():
-        images = torch.empty(1 << 40, 8)  # 32 TiB, if it were real
+        images = torch.empty(1 << 40, 8)  # 32 TiB if it were allocated
         assert linear(images).shape == (1 << 40, 3)
-    assert linear(torch.zeros(2, 8)).shape == (2, 3), "afterwards operations are real again"
+    assert linear(torch.zeros(2, 8)).shape == (2, 3), "operations must compute again afterwards"
 
 
 def test_dispatch_mode_sees_each_operator() -> None:
@@ -63,7 +62,7 @@ def test_gradient_is_kept_above_the_threshold_in_place(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("size", [(5, 7), (40, 3)])
-def test_resizing_into_a_tensor_is_the_public_function(size: tuple[int, int]) -> None:
+def test_resize_into_matches_interpolate(size: tuple[int, int]) -> None:
     image = torch.arange(3 * 20 * 30, dtype=torch.uint8).view(1, 20, 30, 3).permute(0, 3, 1, 2)
     out = torch.zeros(1, *size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
     torch_internals.resize_into(image, out, list(size))
@@ -72,7 +71,7 @@ def test_resizing_into_a_tensor_is_the_public_function(size: tuple[int, int]) ->
     assert out.any()
 
 
-def test_attention_on_the_cpu_is_the_public_function_with_its_logarithms() -> None:
+def test_cpu_attention_matches_public_function_and_returns_logsumexp() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 3, 9, 4).unbind(0)
     mask = torch.zeros(2, 3, 1, 9)
@@ -84,7 +83,7 @@ def test_attention_on_the_cpu_is_the_public_function_with_its_logarithms() -> No
     assert torch.allclose(log_total, scores.logsumexp(-1, keepdim=True), atol=1e-6)
 
 
-def test_the_compiler_knows_the_options_that_are_set() -> None:
+def test_compile_options_are_set() -> None:
     from torch._dynamo import config
 
     with config.patch(skip_nnmodule_hook_guards=True, recompile_limit=8):  # restored afterwards
@@ -110,7 +109,7 @@ def test_compiled_code_depends_on_hooks() -> None:
             assert torch.equal(parent(torch.zeros(2)), expected)
 
 
-def test_at_the_limit_of_variants_a_block_runs_uncompiled() -> None:
+def test_block_runs_uncompiled_beyond_the_variant_limit() -> None:
     from torch._dynamo import config
 
     compiled_graphs = []
@@ -129,7 +128,7 @@ def test_at_the_limit_of_variants_a_block_runs_uncompiled() -> None:
     assert len(compiled_graphs) == 2
 
 
-def test_collectives_on_the_host_have_a_time_limit_of_their_own(tmp_path: Path) -> None:
+def test_host_collectives_have_a_separate_time_limit(tmp_path: Path) -> None:
     whole = timedelta(seconds=60)
     meeting = f"file://{tmp_path}/meet"
     distributed.init_process_group("gloo", meeting, timeout=whole, rank=0, world_size=1)

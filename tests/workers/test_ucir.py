@@ -1,5 +1,4 @@
-"""UCIR: its loss by hand and in parts, what each step trains, where new class vectors start, and
-what the chain hands on."""
+"""Tests of UCIR: its loss, trained parameters, new class vectors, and carried states."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def test_ucir_loss_has_three_terms(
     assert min(map(float, terms.values())) > 1e-3
 
 
-def test_a_student_that_is_its_teacher_has_not_turned() -> None:
+def test_distance_is_zero_for_a_student_equal_to_its_teacher() -> None:
     method, b = begun("ucir", A, B), counted(batch(A, B), A, B)
     assert float(method.loss(b, START)[1]["distance"]) == pytest.approx(0.0, abs=1e-6)
     features = torch.randn(4, 8, requires_grad=True)
@@ -76,7 +75,7 @@ def test_a_student_that_is_its_teacher_has_not_turned() -> None:
     )
 
 
-def test_the_first_task_of_all_is_cross_entropy_under_the_scale() -> None:
+def test_first_task_uses_scaled_cross_entropy_alone() -> None:
     method = begun("ucir", A, scale=4.0)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"ce"}
@@ -88,7 +87,7 @@ def test_the_first_task_of_all_is_cross_entropy_under_the_scale() -> None:
     )
 
 
-def test_a_batch_without_old_samples_has_no_margin() -> None:
+def test_margin_loss_is_zero_without_old_samples() -> None:
     method, b = begun("ucir", A, C), batch(C)
     b.tasks, b.counts = torch.ones(6, dtype=torch.long), (0, 6)
     loss, terms = method.loss(b, START)
@@ -97,8 +96,8 @@ def test_a_batch_without_old_samples_has_no_margin() -> None:
 
 
 @pytest.mark.parametrize("cuts", [(3,), (1, 2), (2, 5)])
-def test_the_parts_of_a_global_batch_add_up_to_the_whole(cuts: tuple[int, ...]) -> None:
-    """However many old samples each rank or micro-batch got."""
+def test_losses_of_batch_parts_sum_to_the_whole(cuts: tuple[int, ...]) -> None:
+    """This holds for any number of old samples in each rank or micro-batch."""
     method, whole = begun("ucir", A, B), batch(A, B)
     whole.tasks = torch.tensor([0, 0, 1, 1, 1, 0])
     whole.labels = torch.tensor([0, 1, 2, 0, 1, 1])
@@ -123,7 +122,7 @@ def test_the_parts_of_a_global_batch_add_up_to_the_whole(cuts: tuple[int, ...]) 
     assert float(terms["rank"]) == pytest.approx(float(each[labels < 2].mean()), abs=1e-5)
 
 
-def test_a_feed_says_how_many_samples_of_each_task_the_global_batch_holds(lab: Lab) -> None:
+def test_feed_counts_samples_per_task_in_the_global_batch(lab: Lab) -> None:
     run = stream(lab, "ucir")
     run.trained(0)
     job = run.stages(1)[0]
@@ -138,7 +137,7 @@ def test_a_feed_says_how_many_samples_of_each_task_the_global_batch_holds(lab: L
     assert total.tolist() == [7, 3 * 36]
 
 
-# ---- what is trained -----------------------------------------------------------------------------
+# ---- trained parameters --------------------------------------------------------------------------
 def digests(method: Any) -> dict[str, Any]:
     return {
         "backbone": compute_digest(method.backbone),
@@ -154,7 +153,7 @@ def changed(method: Any, before: dict[str, Any]) -> set[str]:
     return {name for name, value in digests(method).items() if value != before[name]}
 
 
-def test_while_training_the_vectors_of_old_classes_stay() -> None:
+def test_training_keeps_the_vectors_of_old_classes() -> None:
     method = begun("ucir", A, B)
     before = digests(method)
     assert changed(trained(method, A, B), before) == {"backbone", "scale", "b"}
@@ -169,7 +168,7 @@ def test_the_first_task_trains_everything() -> None:
     assert changed(trained(method, A), before) == {"backbone", "scale", "a"}
 
 
-def test_fine_tuning_trains_the_classifier_alone_with_cross_entropy_alone() -> None:
+def test_fine_tuning_trains_only_the_classifier_with_cross_entropy() -> None:
     method = begun("ucir", A, B, step="finetune", finetune=True)
     before = digests(method)
     assert method.teacher is None
@@ -177,12 +176,12 @@ def test_fine_tuning_trains_the_classifier_alone_with_cross_entropy_alone() -> N
     assert changed(trained(method, A, B), before) == {"scale", "a", "b"}
 
 
-def test_the_network_that_is_fine_tuned_under_is_in_evaluation_mode() -> None:
+def test_backbone_is_in_evaluation_mode_during_fine_tuning() -> None:
     assert not begun("ucir", A, B, step="finetune", finetune=True).backbone.training
     assert begun("ucir", A, B, finetune=True).backbone.training
 
 
-def test_new_vectors_start_along_their_class_means_under_the_network_before() -> None:
+def test_new_vectors_start_along_class_means_of_previous_network() -> None:
     method = begun("ucir", A, B)
     batches = feed_of_three_batches(A, B).evaluate()
     with torch.no_grad():
@@ -198,7 +197,7 @@ def test_new_vectors_start_along_their_class_means_under_the_network_before() ->
 
 
 # ---- in a stream ---------------------------------------------------------------------------------
-def test_a_chain_keeps_old_vectors_and_hands_on_each_head_once(lab: Lab) -> None:
+def test_chain_keeps_old_vectors_and_carries_each_head_once(lab: Lab) -> None:
     run = stream(lab, "ucir")
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["train", "herd"],
@@ -216,7 +215,7 @@ def test_a_chain_keeps_old_vectors_and_hands_on_each_head_once(lab: Lab) -> None
     }
 
 
-def test_every_task_is_served_under_the_scale_as_it_is_by_now(lab: Lab) -> None:
+def test_every_task_is_served_with_the_current_scale(lab: Lab) -> None:
     run = stream(lab, "ucir")
     served: Any = run.served(1)
     assert float(served.heads.scale) == float(run.state(1).head["scale"])
@@ -229,9 +228,7 @@ def test_every_task_is_served_under_the_scale_as_it_is_by_now(lab: Lab) -> None:
     assert (served.logits(run.images(1), None) / served.heads.scale).abs().max() <= 1
 
 
-def test_two_ranks_start_from_the_same_vectors_and_train_the_same_network(
-    lab: Lab, tmp_path: Path
-) -> None:
+def test_two_ranks_learn_the_same_class_vectors_as_one(lab: Lab, tmp_path: Path) -> None:
     run = stream(lab, "ucir")
     alone, job = run.trained(1), run.stages(1)[0]
     on_ranks([again(job, "ranks")], 2, tmp_path / "ranks")
@@ -248,7 +245,7 @@ def test_two_ranks_start_from_the_same_vectors_and_train_the_same_network(
     )
 
 
-def test_where_it_is_asked_for_the_classifier_is_tuned_on_the_memory(lab: Lab) -> None:
+def test_finetune_setting_tunes_the_classifier_on_the_memory(lab: Lab) -> None:
     run = stream(lab, "ucir", finetune=True, per_class=5)
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["train", "herd"],
@@ -276,7 +273,7 @@ def test_where_it_is_asked_for_the_classifier_is_tuned_on_the_memory(lab: Lab) -
     assert tuned.manifest["trained_parameters"] == 5 * 32 + 1
 
 
-def test_the_classes_of_a_base_task_get_vectors_from_the_backbones_features(lab: Lab) -> None:
+def test_base_task_classes_get_vectors_from_backbone_features(lab: Lab) -> None:
     run = stream(lab, "ucir", base="two")
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["herd"],
@@ -302,15 +299,15 @@ def test_the_classes_of_a_base_task_get_vectors_from_the_backbones_features(lab:
     assert row["correct"] > 0.6 * row["total"]
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- refused settings ----------------------------------------------------------------------------
 @pytest.mark.parametrize("data", [{"mixup": 0.8}, {"cutmix": 1.0}])
-def test_images_of_two_classes_are_refused(data: dict[str, float]) -> None:
+def test_mixup_and_cutmix_are_refused(data: dict[str, float]) -> None:
     with pytest.raises(UserError, match="set both to 0"):
         Ucir.validate(UcirSettings(), TrainSettings(), DataSettings(**data), "class")
     Ucir.validate(UcirSettings(), TrainSettings(), DataSettings(smoothing=0.1), "class")
 
 
-def test_a_task_with_fewer_classes_than_the_margin_looks_at_is_refused() -> None:
+def test_task_with_fewer_classes_than_top_k_is_refused() -> None:
     small = Task("small", "card", "", ("x",))
     with pytest.raises(UserError, match=r"top_k is 2, but .*'small' has fewer new classes \(1\)"):
         Ucir.check_backbone(UcirSettings(), build(SMALL), (A, small))

@@ -1,6 +1,4 @@
-"""Unit masks: the same as masking activations and as cutting units out; locks that hold exactly
-what an earlier task reads; the annealed sigmoid that makes them, and the price R of units, with the
-worked numbers of HAT."""
+"""Tests of unit masks: masked weights, locks, the annealed sigmoid, and HAT's sparsity term R."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def some_units(model: nn.Module, share: float = 0.5) -> dict[str, Tensor]:
     ("name", "units"),
     [("deit_tiny_patch16_224", 13_824), ("deit_small_patch16_224", 27_648), ("t2t_vit_12", 12_288)],
 )
-def test_the_units_of_deit_are_those_of_the_size_table(name: str, units: int) -> None:
+def test_unit_counts_match_the_size_table(name: str, units: int) -> None:
     with torch.device("meta"):
         sites = unit_sites(build(BackboneSettings(name=name, img_size=224)))
     assert len(sites) == 36
@@ -48,9 +46,9 @@ def test_the_units_of_deit_are_those_of_the_size_table(name: str, units: int) ->
 
 
 @pytest.mark.parametrize("qkv_bias", [True, False])
-def test_masked_weights_are_masked_activations(qkv_bias: bool) -> None:
-    """Queries after their bias, attention's output before proj, hidden neurons before fc2; values
-    and gradients."""
+def test_masked_weights_equal_masked_activations(qkv_bias: bool) -> None:
+    """The masks apply to queries after their bias, to the output of attention before proj, and to
+    hidden neurons before fc2. Values and gradients must agree."""
     model = vit(qkv_bias=qkv_bias)
     masks = {site: torch.rand(size, requires_grad=True) for site, size in unit_sites(model).items()}
     logits = functional_call(model, masked_weights(model, masks), (images(),))
@@ -70,16 +68,15 @@ def test_masked_weights_are_masked_activations(qkv_bias: bool) -> None:
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
-def test_all_units_on_are_the_weights_themselves() -> None:
+def test_all_units_on_leave_the_weights_unchanged() -> None:
     model = vit()
     known = dict(model.named_parameters())
     for name, tensor in masked_weights(model, some_units(model, 1.1)).items():
         assert torch.equal(tensor, known[name])
 
 
-def test_cutting_unused_units_out_leaves_the_answers() -> None:
-    """Rows of fc1 and columns of fc2, and channels of values, which may be cut where nothing is
-    added to what is cut."""
+def test_removing_unused_units_keeps_the_answers() -> None:
+    """Rows of fc1 and columns of fc2 of unused units can be removed."""
     model = vit()
     masks = some_units(model)
     logits = functional_call(model, masked_weights(model, masks), (images(),))
@@ -96,7 +93,7 @@ def test_cutting_unused_units_out_leaves_the_answers() -> None:
     assert torch.allclose(cut(images()), logits, atol=1e-5)
 
 
-def test_locks_are_those_of_the_table() -> None:
+def test_locks_of_used_units_match_the_table() -> None:
     model = vit()
     used = {site: torch.zeros(size, dtype=torch.bool) for site, size in unit_sites(model).items()}
     used["blocks.1.qk"][3], used["blocks.1.v"][5], used["blocks.1.ff"][7] = True, True, True
@@ -119,9 +116,9 @@ def test_locks_are_those_of_the_table() -> None:
     }
 
 
-def test_what_is_not_locked_may_become_anything_and_what_is_locked_may_not() -> None:
-    """Bit for bit, and for every locked row and column: the table locks no entry too few and none
-    that is not read."""
+def test_answers_depend_exactly_on_the_locked_entries() -> None:
+    """Changes of unlocked entries keep every bit of the answers, and a change of a locked row or
+    column changes them."""
     model = vit()
     masks = some_units(model)
     before = functional_call(model, masked_weights(model, masks), (images(),))
@@ -140,7 +137,7 @@ def test_what_is_not_locked_may_become_anything_and_what_is_locked_may_not() -> 
             )
             entries[group] += 1.0
             if "qkv.bias" in name and 16 <= group < 32:
-                # softmax does not see what a key's bias adds to all keys alike, up to rounding
+                # A key bias adds the same to all keys, which softmax ignores up to rounding.
                 continue
             assert not torch.equal(
                 functional_call(model, masked_weights(model, masks), (images(),)), before
@@ -152,8 +149,8 @@ SEPARATE = [form for name, form in OTHER_VITS.items() if name != "EVA-02, rotary
 
 
 @pytest.mark.parametrize("form", SEPARATE, ids=lambda form: form["name"])
-def test_locks_of_other_families_hold_what_a_task_reads_bit_for_bit(form: dict[str, Any]) -> None:
-    """Rotary embeddings mix the channels of a pair, of which one may be of another task."""
+def test_answers_of_other_families_depend_exactly_on_locked_entries(form: dict[str, Any]) -> None:
+    """Rotary embeddings mix the two channels of a pair, which may belong to different tasks."""
     model = other_vit(**form)
     masks = some_units(model)
     before = functional_call(model, masked_weights(model, masks), (images(),))
@@ -174,14 +171,14 @@ def test_locks_of_other_families_hold_what_a_task_reads_bit_for_bit(form: dict[s
 
 
 @pytest.mark.parametrize("form", SEPARATE, ids=lambda form: form["name"])
-def test_all_units_of_other_families_on_are_the_weights_themselves(form: dict[str, Any]) -> None:
+def test_all_units_on_leave_weights_of_other_families_unchanged(form: dict[str, Any]) -> None:
     model = other_vit(**form)
     known = dict(model.named_parameters())
     for name, tensor in masked_weights(model, some_units(model, 1.1)).items():
         assert torch.equal(tensor, known[name])
 
 
-def test_a_gated_ffn_makes_a_neuron_of_two_rows() -> None:
+def test_neuron_of_a_gated_ffn_has_two_rows() -> None:
     model = other_vit("eva02_tiny_patch14_224")
     neurons = unit_sites(model)["blocks.0.ff"]
     used = {site: torch.zeros(size, dtype=torch.bool) for site, size in unit_sites(model).items()}
@@ -210,7 +207,7 @@ def test_norms_over_all_neurons_or_channels_are_refused() -> None:
 @pytest.mark.parametrize(
     "options", [{"qk_norm": True}, {"scale_attn_norm": True}, {"scale_mlp_norm": True}]
 )
-def test_a_block_whose_units_read_each_other_is_refused(options: dict[str, Any]) -> None:
+def test_block_with_dependent_units_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="block 0 of the backbone has no separate units"):
         unit_sites(vit(**options))
 
@@ -235,8 +232,8 @@ def test_unit_mask_approaches_step_with_scale() -> None:
     assert not AnnealedSigmoid(torch.zeros(1), 400).hard(), "a unit at 0 is off"
 
 
-def test_a_soft_mask_leaks() -> None:
-    """Why test, lock and R of finished tasks use hard masks."""
+def test_soft_mask_at_full_scale_is_not_binary() -> None:
+    """Evaluation, locks and R of finished tasks use hard masks for this reason."""
     soft = AnnealedSigmoid(torch.tensor([0.01, 0.005, 0.001]), 400).sample(400.0)
     assert torch.allclose(soft, torch.tensor([0.982, 0.881, 0.599]), atol=5e-4)
 
@@ -248,7 +245,7 @@ def slopes(e: Tensor, scale: float, s_max: float, compensation: Any) -> Tensor:
     return mask.embedding.grad
 
 
-def test_compensated_gradients_of_the_worked_example() -> None:
+def test_compensated_gradients_match_the_worked_example() -> None:
     e = torch.tensor([0.1, -0.1])
     assert torch.allclose(slopes(e, 400.0, 400.0, "exact"), torch.tensor([99.75, 99.75]), atol=5e-3)
     official = slopes(e, 400.0, 400.0, "official")
@@ -264,7 +261,7 @@ def test_official_and_exact_compensation_agree_where_nothing_saturates(scale: fl
     )
 
 
-def test_compensation_is_the_papers_formula() -> None:
+def test_compensation_matches_the_papers_formula() -> None:
     """q' = s_max (cosh(s e) + 1) / (s (cosh(e) + 1)) q, in float64."""
     e = torch.linspace(-3, 3, 13, dtype=torch.float64).requires_grad_()
     scale, s_max = 5.0, 400.0
@@ -278,9 +275,7 @@ def test_compensation_is_the_papers_formula() -> None:
 
 @pytest.mark.parametrize("compensation", ["exact", "official"])
 @pytest.mark.parametrize("scale", [0.04, 1.0, 3.0])
-def test_compensated_gradients_have_the_values_of_the_equation(
-    scale: float, compensation: Any
-) -> None:
+def test_compensated_gradients_match_the_equation(scale: float, compensation: Any) -> None:
     """s_max (cosh(s e) + 1) / (s (cosh(e) + 1)) s a (1 - a) = s_max / (2 (cosh(e) + 1))."""
     e = torch.tensor([0.0, -1.0, 2.0])
     golden = torch.tensor([0.25, 0.1966119, 0.1049936])
@@ -288,7 +283,7 @@ def test_compensated_gradients_have_the_values_of_the_equation(
         assert torch.allclose(slopes(e, scale, s_max, compensation), s_max * golden, rtol=1e-4)
 
 
-def test_beyond_the_clamp_no_gradient_is_left() -> None:
+def test_gradient_is_zero_beyond_the_clamp() -> None:
     assert slopes(torch.tensor([0.124, 0.126, -0.126]), 400.0, 400.0, "exact")[1:].tolist() == [
         0,
         0,
@@ -303,14 +298,14 @@ def test_embeddings_are_clamped() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["linear", "official"])
-def test_the_scale_rises_from_its_inverse(schedule: Any) -> None:
+def test_scale_rises_from_the_inverse_of_its_maximum(schedule: Any) -> None:
     scales = [compute_annealed_scale(step, 100, 400.0, schedule) for step in range(100)]
     assert scales[0] == 1 / 400
     assert scales == sorted(scales)
     assert math.isclose(scales[-1], 400.0 if schedule == "linear" else 396.0, abs_tol=1e-3)
 
 
-def test_the_other_schedules_and_an_epoch_of_one_step() -> None:
+def test_cosine_schedule_and_single_step_epoch_give_expected_scales() -> None:
     assert [
         round(compute_annealed_scale(step, 5, 100.0, "cosine", 1.0), 1) for step in range(5)
     ] == [
@@ -328,7 +323,7 @@ def test_the_other_schedules_and_an_epoch_of_one_step() -> None:
     )
 
 
-def test_where_embeddings_start() -> None:
+def test_initial_embeddings_follow_the_chosen_distribution() -> None:
     def start(how: Any, tasks: int = 10) -> Tensor:
         return draw_initial_embedding((50_000,), how, torch.Generator().manual_seed(0), tasks)
 
@@ -343,8 +338,8 @@ def test_where_embeddings_start() -> None:
     assert math.isclose(float(start("sparse").std()), 1, abs_tol=0.01)
 
 
-# ---- R -------------------------------------------------------------------------------------------
-def test_r_of_the_worked_example() -> None:
+# ---- the sparsity term R -------------------------------------------------------------------------
+def test_sparsity_term_matches_the_worked_example() -> None:
     past = torch.tensor([True, False, False, False])
     assert newly_used([torch.tensor([1, 1, 0, 0.5])], [past]) == 0.5
     assert newly_used([torch.rand(4)], [torch.ones(4, dtype=torch.bool)]) == 0
@@ -361,7 +356,7 @@ def test_sparsity_term_is_ratio_over_all_sites() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[192, 192, 768] * 3, [40, 40, 100, 40, 40, 60], [5, 7]])
-def test_sums_by_site_have_the_bits_of_a_sum_per_site(sizes: list[int]) -> None:
+def test_sums_by_site_equal_separate_sums_bit_for_bit(sizes: list[int]) -> None:
     values = torch.rand(sum(sizes), generator=torch.Generator().manual_seed(3))
     expected = torch.stack([part.sum() for part in values.split(sizes)])
     assert torch.equal(sum_by_site(values, sizes), expected)

@@ -1,5 +1,4 @@
-"""Promises of versions of a model folder: whole at every moment, three kept, nothing stored twice,
-and nothing left of a task that was removed."""
+"""Tests of the versions of a model folder: publish, roll back, forget, and kills at any call."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ from workers.storage.artifact import file_info, join, list_files, temporary_name
 from workers.storage.lock import file_lock
 
 KILLS = 20
-OTHERS_FILE = "tasks/mine.safetensors"  # that no version names
+OTHERS_FILE = "tasks/mine.safetensors"  # no version names this file
 
 
 def make_bundle(**states: str) -> Bundle:
-    """Return a bundle of one backbone and of tasks with these states, which is not computed."""
+    """Return a bundle of a backbone and of tasks. states: task -> text that makes its state."""
     contents = {"backbone.safetensors": b"backbone" * 1000}
     for task, state in states.items():
         contents[model_file.state_file(task)] = f"{task} {state}".encode() * 100
@@ -70,7 +69,7 @@ def open_kept(uri: str) -> list[dict[str, bytes]]:
 
 
 def find_strays(uri: str) -> set[str]:
-    """Return the files of a folder that no kept version accounts for."""
+    """Return the files of a folder that belong to no kept version."""
     state = Versions(uri)
     expected = {model_file.MODEL, versions.LOCK}
     for number in state.kept:
@@ -104,7 +103,7 @@ def test_published_bundle_is_served(folder: str) -> None:
 
 
 def test_equal_content_makes_no_version(folder: str) -> None:
-    publish(folder, make_bundle(a="2"))  # its state lies at another place
+    publish(folder, make_bundle(a="2"))  # its state is stored at another path
     before = {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
     assert publish(folder, make_bundle(a="2")) == 2
     assert publish(folder, Bundle.open(folder)) == 2
@@ -127,7 +126,7 @@ def test_equal_bytes_are_written_once(folder: str) -> None:
     publish(folder, make_bundle(a="1", b="1"))
     publish(folder, make_bundle(a="2", b="1"))
     assert backbone.stat() == written
-    assert publish(folder, make_bundle(a="1")) == 4  # as version 1 was
+    assert publish(folder, make_bundle(a="1")) == 4  # equal to version 1
     assert len(list(Path(folder, "tasks").iterdir())) == 3
     body = json.loads(Path(folder, "model.json").read_text())
     assert "at" not in body["files"]["tasks/a.safetensors"]
@@ -168,7 +167,7 @@ def test_second_publisher_waits_for_the_first(folder: str) -> None:
     assert rows(folder) == [(1, ("a",)), (2, ("b",))]
 
 
-# ---- going back and forgetting -------------------------------------------------------------------
+# ---- rollback and forget -------------------------------------------------------------------------
 def test_rollback_repeats_until_none_is_kept(folder: str) -> None:
     first = Path(folder, "model.json").read_bytes()
     publish(folder, make_bundle(a="2"))
@@ -227,7 +226,7 @@ def test_publish_can_forget_a_task(folder: str) -> None:
 
 # ---- kills ---------------------------------------------------------------------------------------
 class Killed(BaseException):
-    """Ends a change like a kill at the call before which it is raised."""
+    """Simulates a kill: it is raised in place of a call."""
 
 
 def change_with_kill(
@@ -236,7 +235,7 @@ def change_with_kill(
     """Run a change that is killed before its write or deletion number `at`.
 
     Returns:
-        Whether it got that far.
+        Whether the change reached this call.
     """
     calls = 0
 
@@ -342,7 +341,7 @@ def test_sigkill_at_random_moments_leaves_a_whole_folder(folder: str) -> None:
                 publish_for_ever(folder, kill)
             finally:
                 os._exit(1)
-        while source.version() == before:  # it publishes
+        while source.version() == before:  # wait until it has published
             time.sleep(0.001)
         time.sleep(draw.uniform(0, 0.05))
         os.kill(pid, signal.SIGKILL)
@@ -353,7 +352,7 @@ def test_sigkill_at_random_moments_leaves_a_whole_folder(folder: str) -> None:
     assert find_strays(folder) <= {versions.LOCK}
 
 
-# ---- strangers, and an object store --------------------------------------------------------------
+# ---- forged folders, and an object store ---------------------------------------------------------
 @pytest.mark.parametrize(
     "at", ["../x", "/etc/passwd", "tasks/../../x.safetensors", "model.json", "other/x.safetensors"]
 )
@@ -385,7 +384,7 @@ def test_damaged_list_of_dropped_versions_is_ignored(folder: str) -> None:
     assert find_strays(folder) == set()
 
 
-def test_versions_of_a_bucket(bucket: Any) -> None:
+def test_versions_work_in_a_bucket(bucket: Any) -> None:
     uri = join(bucket.uri, "model")
     make_bundle(a="1").write(uri)
     for number in (2, 3, 4):
@@ -402,7 +401,7 @@ def test_versions_of_a_bucket(bucket: Any) -> None:
 def test_deletion_by_another_writer_is_noticed(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An object store has no lock: another process may take new files for leftovers."""
+    """An object store has no lock: another process may delete new files as leftovers."""
     new = make_bundle(b="1")
 
     def fetch(name: str) -> bytes:

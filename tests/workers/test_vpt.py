@@ -1,5 +1,5 @@
-"""VPT: prompts stand where the paper has them, touch nothing else, and cost what the formula
-says."""
+"""Tests of VPT: the position of prompts, their training, size and compute cost, and switches
+between tasks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEPTHS = ("shallow", "deep")
 IMAGES = images(3)
 BACKBONES: dict[
     str, dict[str, Any]
-] = {  # whose answers prompts could get into by other ways than through attention
+] = {  # ways in which prompts could affect answers other than through attention
     "class token": {},
     "mean of patches": {"class_token": False, "global_pool": "avg"},
     "mean beside a class token": {"global_pool": "avg"},
@@ -58,8 +58,10 @@ def drawn(blocks: int, prompts: int = 3) -> Tensor:
 def by_hand(
     model: Any, prompts: Tensor, images: Tensor = IMAGES, passed_on: bool = False
 ) -> Tensor:
-    """The forward written out. passed_on: deep prompts are not replaced, the first block's go
-    through."""
+    """Return the features from a forward pass that is written out.
+
+    passed_on: pass the prompts of the first block on to later blocks, instead of replacing them.
+    """
     prefix, count = model.num_prefix_tokens, prompts.shape[1]
     x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
     front, patches, p = x[:, :prefix], x[:, prefix:], prompts[0].expand(len(x), -1, -1)
@@ -75,9 +77,7 @@ def by_hand(
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("options", BACKBONES.values(), ids=BACKBONES.keys())
-def test_prompts_stand_behind_the_prefix_and_enter_no_pool(
-    options: dict[str, Any], depth: Any
-) -> None:
+def test_prompts_follow_the_prefix_and_are_not_pooled(options: dict[str, Any], depth: Any) -> None:
     model = vit(**options)
     sites = PromptSites(model, depth)
     prompts, plain = drawn(len(sites)), model(IMAGES)
@@ -92,7 +92,7 @@ def test_prompts_stand_behind_the_prefix_and_enter_no_pool(
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_no_prompts_are_the_backbone(depth: Any) -> None:
+def test_backbone_without_prompts_is_unchanged(depth: Any) -> None:
     model = vit()
     sites = PromptSites(model, depth)
     plain = model(IMAGES)
@@ -104,7 +104,7 @@ def test_no_prompts_are_the_backbone(depth: Any) -> None:
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("form", OTHER_VITS.values(), ids=OTHER_VITS.keys())
 def test_prompts_of_other_families_have_no_position(form: dict[str, Any], depth: Any) -> None:
-    """Which prompt stands first does not matter; without prompts the backbone is as it was."""
+    """The order of prompts does not matter, and without prompts the backbone is unchanged."""
     model = other_vit(**form)
     plain, tokens = model(IMAGES), model.forward_features(IMAGES)
     sites = PromptSites(model, depth)
@@ -123,8 +123,9 @@ def test_prompts_of_other_families_have_no_position(form: dict[str, Any], depth:
 
 
 @pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "vit_small_patch16_dinov3"])
-def test_prompts_are_rotated_no_more_than_the_prefix(name: str) -> None:
-    """timm's own rotary attention leaves out a prefix; prompts can be counted to it."""
+def test_rotary_attention_does_not_rotate_prompts(name: str) -> None:
+    """timm's rotary attention does not rotate the prefix; the expected value includes prompts in
+    the prefix."""
     model, prompts = other_vit(name), drawn(1)
     with PromptSites(model, "shallow").using(prompts):
         logits = model(IMAGES)
@@ -139,8 +140,8 @@ def test_prompts_are_rotated_no_more_than_the_prefix(name: str) -> None:
     assert torch.allclose(logits, twin.forward_head(twin.norm(x)), atol=1e-5)
 
 
-def test_no_bias_of_relative_positions_reaches_prompts() -> None:
-    """BEiT's bias among tokens is what it was; between prompts and tokens it is 0."""
+def test_relative_position_bias_does_not_apply_to_prompts() -> None:
+    """BEiT's bias between tokens is unchanged; between prompts and tokens it is 0."""
     bias = torch.randn(1, 2, 5, 5, generator=torch.Generator().manual_seed(3))
     wide = leave_unbiased(bias, drawn(1)[0], prefix=1)
     old = [0, 4, 5, 6, 7]
@@ -152,7 +153,7 @@ def test_no_bias_of_relative_positions_reaches_prompts() -> None:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("form", OTHER_VITS.values(), ids=OTHER_VITS.keys())
-def test_every_prompt_of_another_family_learns(form: dict[str, Any]) -> None:
+def test_every_prompt_is_trained_in_other_backbone_families(form: dict[str, Any]) -> None:
     method = Vpt(other_vit(**form), VptSettings(depth="deep"), seed=1)
     groups = begun(method)
     start = method.prompts.detach().clone()
@@ -177,7 +178,7 @@ def test_deep_prompts_are_replaced_and_not_passed_on() -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_blocks_see_the_patches_and_p_tokens_more(depth: Any) -> None:
+def test_every_block_receives_p_additional_tokens(depth: Any) -> None:
     model, seen = vit(), list[tuple[int, ...]]()
     sites = PromptSites(model, depth)
     for block in model.blocks:
@@ -202,7 +203,7 @@ def test_every_prompt_learns_and_the_backbone_does_not(depth: Any) -> None:
 
 
 def test_prompts_start_uniformly_in_the_range_of_the_patch_embedding() -> None:
-    """sqrt(6 / (3 * 16 * 16 + 192)) for a ViT-Ti; each block's are drawn again."""
+    """The limit is sqrt(6 / (3 * 16 * 16 + 192)) for a ViT-Ti. Each block has its own draws."""
     with torch.device("meta"):
         model: Any = build(BackboneSettings())
     prompts, reach = draw_initial_prompts(12, 100, model), math.sqrt(6 / 960)
@@ -213,15 +214,15 @@ def test_prompts_start_uniformly_in_the_range_of_the_patch_embedding() -> None:
 
 
 @pytest.mark.parametrize(("depth", "count"), [("shallow", 100 * 768), ("deep", 921_600)])
-def test_the_size_is_the_published_one(depth: Any, count: int) -> None:
-    """p = 100 on a ViT-B."""
+def test_number_of_prompt_parameters_matches_the_paper(depth: Any, count: int) -> None:
+    """A ViT-B with 100 prompts per block."""
     with torch.device("meta"):
         model = build(BackboneSettings(name="vit_base_patch16_224"))
         assert draw_initial_prompts(len(PromptSites(model, depth)), 100, model).numel() == count
 
 
 @pytest.mark.parametrize(("depth", "blocks"), [("shallow", 1), ("deep", 2)])
-def test_what_is_stored_is_the_prompts(depth: Any, blocks: int) -> None:
+def test_stored_size_is_that_of_prompts_and_head(depth: Any, blocks: int) -> None:
     method = vpt(depth=depth, prompts=7)
     begun(method)
     assert method.finish()[0].sizes() == {
@@ -232,8 +233,9 @@ def test_what_is_stored_is_the_prompts(depth: Any, blocks: int) -> None:
     }
 
 
-def test_the_work_per_image_counts_the_prompts() -> None:
-    """Of the last block the class token alone is read, so prompts are keys there and no queries."""
+def test_compute_cost_includes_the_prompts() -> None:
+    """Only the class token of the last block is read, so prompts are keys there, but not
+    queries."""
     method, p, tokens, d = vpt(prompts=7), 7, 5, 32
     begun(method)
 
@@ -246,7 +248,7 @@ def test_the_work_per_image_counts_the_prompts() -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_turning_from_task_to_task_is_exact(depth: Any) -> None:
+def test_switching_between_tasks_is_exact(depth: Any) -> None:
     method = vpt(depth=depth)
     method.load_task(
         TaskState(
@@ -277,14 +279,14 @@ def test_a_state_of_other_settings_is_refused(other: dict[str, Any]) -> None:
         vpt(**other).load_task(state)
 
 
-def test_a_backbone_whose_attention_knows_patches_alone_is_refused() -> None:
+def test_backbone_without_plain_attention_is_refused() -> None:
     with torch.device("meta"):
         convit = build(BackboneSettings(name="convit_local", img_size=32))
     with pytest.raises(UserError, match="block 0 of the backbone has no plain attention"):
         Vpt.check_backbone(VptSettings(), convit)
 
 
-def test_a_copy_of_the_backbone_has_no_prompts_of_the_original() -> None:
+def test_backbone_copy_has_no_prompts() -> None:
     model = vit()
     plain, sites = model(IMAGES), PromptSites(model, "deep")
     with sites.using(drawn(2)):
@@ -293,7 +295,7 @@ def test_a_copy_of_the_backbone_has_no_prompts_of_the_original() -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_compiled_blocks_turn_too(depth: Any) -> None:
+def test_compiled_blocks_work_with_and_without_prompts(depth: Any) -> None:
     method = vpt(depth=depth)
     begun(method)
     expected, plain = method.loss(batch(), method_steps.PROGRESS)[0], method.backbone(images())

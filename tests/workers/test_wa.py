@@ -1,5 +1,4 @@
-"""WA: its loss by hand, the worked alignment and what it leaves alone, and where in a stream it
-happens."""
+"""Tests of WA: its loss, its weight alignment, and the steps of a stream that align."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ NEW = torch.tensor([[6.0, 8.0], [0.0, 20.0]], dtype=torch.float64)
 
 
 # ---- alignment -----------------------------------------------------------------------------------
-def test_the_ratio_has_the_worked_value() -> None:
+def test_weight_ratio_has_the_worked_value() -> None:
     gamma = compute_weight_ratio(OLD, NEW)
     assert float(gamma) == pytest.approx(1 / 3, abs=1e-12)
     assert torch.allclose(
@@ -31,7 +30,7 @@ def test_the_ratio_has_the_worked_value() -> None:
 
 
 def aligned(**settings: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The method after `align` of the third task, and its heads before."""
+    """Return the method after `align` of the third task, and its heads before."""
     method = begun("wa", A, B, C, step="align", **settings)
     moved(method)
     with torch.no_grad():
@@ -43,7 +42,7 @@ def aligned(**settings: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return method, before
 
 
-def test_after_alignment_the_mean_lengths_are_equal_and_nothing_else_has_changed() -> None:
+def test_alignment_equalises_mean_norms_by_scaling_only_new_weights() -> None:
     method, before = aligned()
     after = {f"{name}.{part}": t for name in "abc" for part, t in method.heads.export(name).items()}
     changed = {name for name, t in after.items() if not torch.equal(t, before[name])}
@@ -51,7 +50,7 @@ def test_after_alignment_the_mean_lengths_are_equal_and_nothing_else_has_changed
     old = torch.cat([after["a.weight"], after["b.weight"]]).norm(dim=1)
     assert torch.allclose(after["c.weight"].norm(dim=1).mean(), old.mean(), rtol=1e-6)
     assert not torch.allclose(after["c.weight"].norm(dim=1), old.mean().expand(2), rtol=1e-3), (
-        "the mean, not each length"
+        "only the mean must match, not each length"
     )
     assert torch.allclose(
         F.normalize(after["c.weight"], dim=1), F.normalize(before["c.weight"], dim=1), atol=1e-6
@@ -62,10 +61,10 @@ def test_after_alignment_the_mean_lengths_are_equal_and_nothing_else_has_changed
     features = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
     assert torch.equal(
         (features @ after["c.weight"].T).argmax(1), (features @ before["c.weight"].T).argmax(1)
-    ), "without biases nothing changes among the new"
+    ), "without biases, answers among new classes must not change"
 
 
-def test_aligned_a_second_time_nothing_changes() -> None:
+def test_second_alignment_changes_nothing() -> None:
     method, _ = aligned()
     before = method.heads.export("c")["weight"]
     method.align(C)
@@ -83,7 +82,7 @@ def test_gamma_above_1_is_warned_about() -> None:
     assert "task 'c': gamma is 4, above 1" in sentence
 
 
-def test_gamma_below_1_and_a_step_that_aligns_nothing_are_not_warned_about() -> None:
+def test_gamma_below_1_or_no_alignment_gives_no_warning() -> None:
     method, _ = aligned()
     assert method.gamma < 1
     assert method.warnings() == []
@@ -92,7 +91,7 @@ def test_gamma_below_1_and_a_step_that_aligns_nothing_are_not_warned_about() -> 
 
 # ---- the loss ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tau", [1.0, 2.0])
-def test_the_loss_weighs_cross_entropy_and_distillation_by_the_share_of_old_classes(
+def test_loss_weights_follow_the_share_of_old_classes(
     tau: float,
 ) -> None:
     method, b = begun("wa", A, B, C, tau=tau), batch(A, B, C)
@@ -107,7 +106,7 @@ def test_the_loss_weighs_cross_entropy_and_distillation_by_the_share_of_old_clas
     assert torch.allclose(loss, 2 / 7 * ce + 5 / 7 * kd, atol=1e-5)
 
 
-def test_soft_targets_are_met_over_all_classes() -> None:
+def test_soft_targets_apply_to_all_classes() -> None:
     method, soft = (
         begun("wa", A, B),
         torch.rand(6, 5, generator=torch.Generator().manual_seed(2)).softmax(1),
@@ -121,7 +120,7 @@ def test_soft_targets_are_met_over_all_classes() -> None:
     )
 
 
-def test_the_first_task_of_all_is_plain_cross_entropy() -> None:
+def test_first_task_uses_plain_cross_entropy() -> None:
     method = begun("wa", A)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"ce"}
@@ -129,7 +128,7 @@ def test_the_first_task_of_all_is_plain_cross_entropy() -> None:
 
 
 @pytest.mark.parametrize("nonnegative", [False, True])
-def test_weights_of_all_heads_are_clamped_at_zero_where_that_is_asked_for(
+def test_nonnegative_setting_clamps_weights_of_all_heads_at_zero(
     nonnegative: bool,
 ) -> None:
     method, train = (
@@ -146,7 +145,7 @@ def test_weights_of_all_heads_are_clamped_at_zero_where_that_is_asked_for(
 
 
 # ---- in a stream ---------------------------------------------------------------------------------
-def test_every_task_but_the_first_is_aligned_before_its_exemplars_are_chosen(lab: Lab) -> None:
+def test_later_tasks_are_aligned_before_exemplars_are_chosen(lab: Lab) -> None:
     run = stream(lab, "wa")
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["train", "herd"],
@@ -160,7 +159,7 @@ def test_every_task_but_the_first_is_aligned_before_its_exemplars_are_chosen(lab
     new, carried = run.state(1).head["weight"], run.carried(1).tensors
     assert torch.allclose(
         new.norm(dim=1).mean(), carried["heads/two/weight"].norm(dim=1).mean(), rtol=1e-5
-    ), "what is served, and what teaches next"
+    ), "the served head and the carried old head must have equal mean lengths"
     assert (
         train.read("task.safetensors")
         != align.read("task.safetensors")
@@ -168,7 +167,7 @@ def test_every_task_but_the_first_is_aligned_before_its_exemplars_are_chosen(lab
     )
 
 
-def test_the_first_task_after_a_base_task_is_aligned_to_it(lab: Lab) -> None:
+def test_first_task_is_aligned_to_a_preceding_base_task(lab: Lab) -> None:
     run = stream(lab, "wa", base="two")
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["herd"],

@@ -1,4 +1,4 @@
-"""WSN: what a task selects, what the union of earlier selections locks, and what is stored."""
+"""Tests of WSN: selected weights, weights locked by earlier tasks, and stored states."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def wsn(**settings: Any) -> Wsn:
 def training(
     method: Wsn, task: Task, carried: Carried | None, optimizer: str = "adamw"
 ) -> Iterator[int]:
-    """See `each_step`."""
+    """Train a task with `each_step`, and yield its values."""
     train = TRAININGS[optimizer]
     groups = begun(method, task, carried, rates=rates(STEPS, train))
     if optimizer == "sgd":  # scores have small gradients, and the default rate is for adamw
@@ -74,7 +74,7 @@ def served(states: list[TaskState], carried: Carried) -> Wsn:
     return method
 
 
-# ---- what is selected ----------------------------------------------------------------------------
+# ---- selected weights ----------------------------------------------------------------------------
 @pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
 def test_a_task_uses_exactly_its_share_of_every_layer(density: float) -> None:
     (state,), _ = stream([ONE], density=density)
@@ -107,8 +107,7 @@ def test_wsn_scores_are_redrawn_per_task_and_seeded() -> None:
 
 @pytest.mark.parametrize("start", ["magnitude", "random"])
 def test_weights_and_scores_have_the_gradients_of_their_product(start: str) -> None:
-    """dW = m .* g where nothing is locked, d|s| = W .* g, also for scores of entries that are not
-    selected."""
+    """dW = m .* g where nothing is locked, and d|s| = W .* g, also for unselected entries."""
     method = wsn(start=start)
     for _ in training(method, ONE, None):
         break
@@ -126,7 +125,7 @@ def test_weights_and_scores_have_the_gradients_of_their_product(start: str) -> N
         assert bool(scores.grad[~mask].any())
 
 
-def test_weights_and_scores_are_trained_together_and_nothing_else_of_the_backbone() -> None:
+def test_training_changes_only_weights_and_scores() -> None:
     method = wsn()
     for at in training(method, ONE, None):
         if at == 0:
@@ -137,9 +136,9 @@ def test_weights_and_scores_are_trained_together_and_nothing_else_of_the_backbon
     assert any(not torch.equal(mask, start[site]) for site, mask in method.hard().items())
 
 
-# ---- what stays ----------------------------------------------------------------------------------
+# ---- locked weights ------------------------------------------------------------------------------
 def forgotten(optimizer: str) -> list[str]:
-    """Tasks of a stream of three whose answers moved after any later task."""
+    """Return the tasks in a stream of three with answers that change after a later task."""
     states, carried = stream(TASKS, optimizer)
     right = [answers(served(states[: at + 1], carried[at]), task) for at, task in enumerate(TASKS)]
     late = [
@@ -151,12 +150,12 @@ def forgotten(optimizer: str) -> list[str]:
 
 
 @OF_ANY
-def test_old_answers_stay_to_the_bit_after_every_later_task(optimizer: str) -> None:
+def test_old_answers_stay_bit_identical_after_later_tasks(optimizer: str) -> None:
     assert forgotten(optimizer) == []
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_without_restoring_weight_decay_makes_it_forget(
+def test_weight_decay_causes_forgetting_without_restore(
     optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
@@ -164,14 +163,14 @@ def test_without_restoring_weight_decay_makes_it_forget(
 
 
 @OF_ANY
-def test_without_any_lock_it_forgets(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_without_locks_forgets(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     monkeypatch.setattr(Protector, "gate", lambda self: None)
     assert forgotten(optimizer)
 
 
 def gradients_stay_outside(carried: Carried) -> bool:
-    """Clipping sees no gradient of what an earlier task uses."""
+    """Return whether weights of an earlier task have no gradient before each optimizer step."""
     method = wsn()
     return not any(
         bool(weight.grad[method.union[site]].any())
@@ -182,7 +181,7 @@ def gradients_stay_outside(carried: Carried) -> bool:
     )
 
 
-def test_what_an_earlier_task_uses_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_earlier_tasks_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     _, (first,) = stream([ONE])
     assert gradients_stay_outside(first)
     monkeypatch.setattr(Protector, "gate", lambda self: None)
@@ -206,12 +205,12 @@ def test_wsn_locked_weights_keep_their_bits(
     assert metrics["used"] == pytest.approx(0.5 + metrics["density"] - metrics["reused"], abs=2e-3)
 
 
-def test_a_task_that_finds_nothing_free_to_use_is_told_of() -> None:
+def test_task_that_selects_no_free_weights_gets_a_warning() -> None:
     (one,), (first,) = stream([ONE])
     method = wsn(mask_lr=1e-9)
     with torch.no_grad():
         for site, mask in one.masks.items():
-            # so that |W| chooses what the task before chose
+            # so that |W| selects the same weights as the previous task
             first.tensors[f"weights/{site}"][~mask] = 0
     for _ in training(method, TWO, first):
         pass
@@ -223,7 +222,7 @@ def test_a_task_that_finds_nothing_free_to_use_is_told_of() -> None:
     assert method.warnings() == []
 
 
-def test_the_union_grows_by_what_each_task_selects() -> None:
+def test_union_grows_by_the_selection_of_each_task() -> None:
     states, carried = stream(TASKS)
     shapes = {site: tuple(weight.shape) for site, weight in wsn().sites.items()}
     unions = [
@@ -239,7 +238,7 @@ def test_the_union_grows_by_what_each_task_selects() -> None:
             assert torch.equal(after[site], before[site] | state.masks[site])
 
 
-def test_a_later_task_leaves_what_it_was_handed_and_what_is_loaded_alone() -> None:
+def test_later_task_leaves_carried_and_loaded_states_unchanged() -> None:
     (one,), (first,) = stream([ONE])
     before, method = first.to_bytes(), wsn()
     method.load_task(one)
@@ -247,11 +246,11 @@ def test_a_later_task_leaves_what_it_was_handed_and_what_is_loaded_alone() -> No
         pass
     assert first.to_bytes() == before
     assert torch.equal(answers(method, ONE), answers(served([one], first), ONE)), (
-        "it is even served from the middle of training"
+        "the loaded task is served even in the middle of training"
     )
 
 
-def test_serving_writes_nothing_into_the_weights() -> None:
+def test_serving_does_not_change_the_weights() -> None:
     states, carried = stream([ONE, TWO])
     method = served(states, carried[-1])
     before = compute_digest(method.backbone)
@@ -259,10 +258,12 @@ def test_serving_writes_nothing_into_the_weights() -> None:
     assert compute_digest(method.backbone) == before
 
 
-# ---- what is stored ------------------------------------------------------------------------------
+# ---- stored states -------------------------------------------------------------------------------
 def test_sizes_are_those_of_the_reference() -> None:
-    """A bit per weight and the head for a task, 5,455,872 bits on DeiT-Ti; weights and a bit each
-    are carried."""
+    """A task stores its head and one bit per weight, 5,455,872 bits on DeiT-Ti.
+
+    The carried state has all weights and one bit for each.
+    """
     method = Wsn(build(BackboneSettings(options={"weight_init": "skip"})), WsnSettings(), seed=0)
     method.begin(step_context(ONE, "train", None, OptimPlan(1e-3, 0.05, 8, 10.0), (ONE,)))
     state, carried = method.finish()

@@ -1,4 +1,4 @@
-"""Record what was measured with a shipped config, and generate the tables of the documents.
+"""Record the results of shipped configs, and generate the tables of the documents from them.
 
 See `results.measured` for the file of measurements and the form of a table.
 """
@@ -6,6 +6,7 @@ See `results.measured` for the file of measurements and the form of a table.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from workers.errors import UserError
 from workers.methods import METHODS
 
 MEASURED = CONFIGS / "measured.csv"
-# Settings that say where and by whom a run is computed.
+# Settings that are not among the recorded overrides: they do not change what is computed, or (seeds
+# and class orders) have columns of their own in MEASURED.
 NOT_RECORDED = ("name", "storage", "tracking", "cluster", "seed", "seeds", "orders")
 
 
@@ -50,7 +52,7 @@ def list_configs() -> list[Path]:
 def measure(
     config: str, overrides: Sequence[str], open_screen: OpenScreen, command: str
 ) -> list[Path]:
-    """Run what is missing of a shipped config, record it, and generate the documents again.
+    """Run the missing stages of a shipped config, record its results, and update the documents.
 
     Args:
         config: Path of the config, below `configs`.
@@ -72,12 +74,12 @@ def measure(
 
 
 def record(config: str, overrides: Sequence[str], results: Mapping[str, RunTables]) -> list[Path]:
-    """Add the results of a run to the measurements, and generate the documents again.
+    """Add the results of a run to the measurements, and update the documents.
 
     Args:
-        config: Path of the config from `configs`, without `.yaml`.
+        config: Path of the config relative to `configs`, without `.yaml`.
         overrides: Overrides of the run in the form of `--set`.
-        results: Replica -> results.
+        results: Name of a replica -> its results. For a run without replicas, the name is "".
 
     Returns:
         The files that changed.
@@ -85,7 +87,8 @@ def record(config: str, overrides: Sequence[str], results: Mapping[str, RunTable
     measurements = read_measurements(MEASURED)
     current = current_revisions()
     for replica, tables in results.items():
-        order = replica.partition("seed-")[0].rstrip("-")
+        # names of replicas are ORDER, seed-N or ORDER-seed-N
+        order = re.sub(r"(^|-)seed-\d+$", "", replica)
         measurements += make_measurements(
             config, select_overrides(overrides), order, tables, current
         )
@@ -96,7 +99,7 @@ def record(config: str, overrides: Sequence[str], results: Mapping[str, RunTable
 def select_overrides(overrides: Sequence[str]) -> str:
     """Return the overrides that change what is computed, sorted and separated by spaces.
 
-    A list of methods by name only selects methods.
+    A list of names in `methods` is left out too, because it only selects methods of the config.
     """
     kept = []
     for override in overrides:
@@ -108,7 +111,7 @@ def select_overrides(overrides: Sequence[str]) -> str:
 
 
 def write_documents() -> list[Path]:
-    """Generate all tables and headers of configs again, and return the files that changed."""
+    """Update the tables of all documents and the headers of all configs; return changed files."""
     check_checkout()
     measurements = read_measurements(MEASURED)
     current = current_revisions()
@@ -134,7 +137,7 @@ def check_checkout() -> None:
 
 
 def name_config(path: Path) -> str:
-    """Return the path of a config from `configs`, without `.yaml`."""
+    """Return the path of a config relative to `configs`, without `.yaml`."""
     absolute = Path(os.path.abspath(path))
     if not absolute.is_relative_to(CONFIGS):
         raise UserError(f"{path} is not in {CONFIGS}; only shipped configs are recorded")
@@ -142,7 +145,7 @@ def name_config(path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> list[Path]:
-    """Write a file if its content changes. Return it if so."""
+    """Write a file if its content changes. Return [path] if it did, else []."""
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return []
     part = path.with_name(f"{path.name}.part")

@@ -31,8 +31,8 @@ SHORTEST_LINE = 60  # characters; a narrower terminal wraps the lines itself
 LONGEST_LINE = 100  # characters
 INDENT = "    "
 SCENARIOS = ("task", "class", "domain")
-OLD_IMAGES = ("none", "exemplars", "all")  # images of earlier tasks that a method reads, sorted
-TRAINED = ("nothing", "modules", "backbone")  # trained parts of the network, sorted
+OLD_IMAGES = ("none", "exemplars", "all")  # images of earlier tasks that are read, fewest first
+TRAINED = ("nothing", "modules", "backbone")  # trained parts of the network, smallest first
 # titles of the groups in the list of methods
 TASK_NEEDED = "the task of an image must be given"
 TASK_NOT_NEEDED = {  # key: an item of OLD_IMAGES
@@ -40,7 +40,7 @@ TASK_NOT_NEEDED = {  # key: an item of OLD_IMAGES
     "exemplars": "without the task of an image, with some images of earlier tasks",
     "all": "without the task of an image, with all images of earlier tasks",
 }
-# constraint -> sign; its attribute with the limit has the name of the class in lower case
+# constraint -> sign; the limit of a constraint is in an attribute named like the class: `Ge.ge`
 SIGNS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
 
 
@@ -171,10 +171,8 @@ def describe_method(name: str) -> str:
         lines += _wrap_text(text)
     lines.append("")
     if settings:
-        lines.append(f"settings, below methods.{name}; if the paper has another value")
-        lines.append(
-            f"value than the default, it is given too (from {find_paper_config(name).name})"
-        )
+        lines.append(f"settings, below methods.{name}; if the paper has another value than the")
+        lines.append(f"default, it is given too (from {find_paper_config(name).name})")
     else:
         lines.append(f"{name} has no settings of its own")
     for setting in settings:

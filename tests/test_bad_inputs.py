@@ -489,7 +489,7 @@ CARDS: dict[str, tuple[Change, list[str]]] = {
                 "splits": {"train": "../a", "test": "test"},
             }
         ),
-        ["source.train is '../a'", "only folders below source.path", "source.more"],
+        ["source.splits.train is '../a'", "only folders below source.path", "source.more"],
     ),
     "classes from a source that is not there": (
         card(

@@ -286,7 +286,7 @@ def _check_plain(name: str, value: Any, largest: int) -> None:
 class ContextSettings(Frozen):
     """Uniform attention in the blocks of a ViT (workers/model/context.py).
 
-    Every kind but `cbs` with its default settings changes the outputs of a pretrained backbone.
+    This changes the outputs of a pretrained backbone, except for kind `cbs` with default settings.
     """
 
     kind: Literal["cb", "cbs", "se", "replace", "parallel", "compensate"] = Field(
@@ -415,9 +415,9 @@ class BackboneModel(Frozen):
 
 
 class BackboneSettings(BackboneModel):
-    """The backbone that all tasks share, for workers and keys.
+    """The backbone that all tasks share, as workers get it and as keys contain it.
 
-    All values are resolved: those that a config leaves to the timm model are filled in.
+    Values that a config leaves to the timm model are filled in.
     """
 
     img_size: int = Field(
@@ -461,7 +461,7 @@ class DataSettings(Frozen):
         ge=0,
         lt=1,
         description="share of the training samples of each class that are held out for "
-        "validation, chosen by hash of the sample's key",
+        "validation, chosen by hash (see `hold_out` of the card)",
     )
     crop: Literal["none", "pad", "resized"] = Field(
         "none",

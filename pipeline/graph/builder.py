@@ -86,7 +86,9 @@ class Builder:
         key = compute_key({"step": step, **inputs}, trained)
         if isinstance(rest.get("job"), StageJob):
             rest["job"] = replace(rest["job"], key=key, parents=tuple(parent_keys))
-        digests = inputs.get("images", {}).values()
+        # an evaluation can also read the images of the next task
+        next_images = inputs.get("next", {}).get("images", {})
+        digests = [*inputs.get("images", {}).values(), *next_images.values()]
         is_provisional = any(digest.startswith(UNKNOWN) for digest in digests) or any(
             parent in self.provisional for parent in parents
         )
@@ -103,8 +105,8 @@ class Builder:
         (`Task.parts`).
 
         The images of a card are unknown before it is ingested. The digest then is a placeholder
-        that contains the key of the ingest stage. No result has the key of a stage with such a
-        digest.
+        that contains the key of the ingest stage. The key of a stage with such a digest matches no
+        stored result.
 
         Args:
             tasks: The tasks.

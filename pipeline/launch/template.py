@@ -44,7 +44,7 @@ def format_inline_yaml(value: Any) -> str:
         UserError: If a string contains a line break.
 
     Example:
-        >>> format_yaml({"cpu": "2", "memory": "8Gi"})
+        >>> format_inline_yaml({"cpu": "2", "memory": "8Gi"})
         "{cpu: '2', memory: 8Gi}"
     """
     text = dump_yaml(value, default_flow_style=True, width=1 << 20)

@@ -31,8 +31,8 @@ from workers.errors import UserError
 NAN = float("nan")
 Array = NDArray[np.float64]
 Place = Literal[
-    # not a place, but a mark: in the scenarios `class` and `domain`, the metric is also computed as
-    # `top5_...` and `task_aware_...`, see `tables.EXTRA_COUNTS`
+    # This entry is not a place. It marks the metrics that are also computed as `top5_...` and
+    # `task_aware_...` in the scenarios `class` and `domain` (see `tables.EXTRA_COUNTS`).
     "variants",
     "draws",  # bootstrap intervals
     "report",
@@ -305,7 +305,7 @@ _ENTRIES = (
         max,
         ("mlflow",),
         last_accuracy,
-        "the same, each task weighted by its number of test images",
+        "`average_accuracy`, with each task weighted by its number of test images",
     ),
     Metric(
         "last_accuracy",
@@ -473,7 +473,7 @@ _ENTRIES = (
         max,
         ("report",),
         formula="mean over j >= 1 of R[j-1, j], in scenario `domain` with `stream.measure_next`",
-        heading="next\ntask_accuracy",
+        heading="next\ntask accuracy",
     ),
     Metric(
         "forward_transfer",

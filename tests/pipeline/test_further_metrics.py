@@ -13,6 +13,8 @@ import pytest
 
 import pipeline
 from pipeline.config.settings import check
+from pipeline.graph.build import build_graph
+from pipeline.graph.store import Store
 from pipeline.results.tables import RunTables
 from tests import small_run
 from workers.errors import UserError
@@ -122,3 +124,24 @@ def test_measure_next_is_refused_outside_scenario_domain(tmp_path: Path, scenari
     body["stream"]["measure_next"] = True
     with pytest.raises(UserError, match=r"measure_next.*domain"):
         check(body, "test")
+
+
+def test_evaluation_is_provisional_until_the_next_task_is_ingested(tmp_path: Path) -> None:
+    tasks = [
+        {"name": name, "card": small_run.make_card(tmp_path, name, "234", train=12, test=9)}
+        for name in "ab"
+    ]
+
+    def make_body(num_tasks: int) -> dict[str, Any]:
+        stream = {"scenario": "domain", "tasks": tasks[:num_tasks], "measure_next": True}
+        return small_run.make_body(tmp_path, {}, ("er",), stream=stream)
+
+    def is_provisional(stage: str) -> bool:
+        graph, _ = build_graph(check(make_body(2), "test"), Store(str(tmp_path / "storage")))
+        return graph[stage].is_provisional
+
+    pipeline.load(make_body(1)).ingest()
+    assert not is_provisional("er/a/train")
+    assert is_provisional("er/a/evaluate")
+    pipeline.load(make_body(2)).ingest()
+    assert not is_provisional("er/a/evaluate")

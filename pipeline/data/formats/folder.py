@@ -184,8 +184,8 @@ def split_folders(card: Card) -> tuple[SplitFolder, ...]:
     for split, text in pairs:
         if ".." in text.split("/"):
             raise UserError(
-                f"card {card.name!r}: source.{split} is {printable(text)!r}, but only folders "
-                "below source.path are read; give a path below it, or use source.more"
+                f"card {card.name!r}: source.splits.{split} is {printable(text)!r}, but only "
+                "folders below source.path are read; give a path below it, or use source.more"
             )
     return _split_folders(tuple(pairs))
 

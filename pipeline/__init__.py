@@ -175,7 +175,7 @@ def load_search(path: AnyPath, /, **overrides: Any) -> SearchExperiment:
         >>> search.run().winner
     """
     from pipeline.config.yaml_files import format_override
-    from pipeline.search import spec  # start-up time: imports torch
+    from pipeline.search import spec  # lazy import: loads torch
     from pipeline.search.experiment import SearchExperiment
 
     texts = tuple(format_override(key, value) for key, value in overrides.items())
@@ -215,7 +215,7 @@ def add_data(
     """
     from pipeline.app.experiment import choose_stream, make_console, make_printer
     from pipeline.config.invocation import this_command
-    from pipeline.growing.add import AddRequest, add  # start-up time: imports torch
+    from pipeline.growing.add import AddRequest, add  # lazy import: loads torch
     from pipeline.shell.console import ending
 
     source = os.fspath(config)
@@ -267,7 +267,7 @@ def remove_data(
     from pipeline.app.experiment import choose_stream, make_console, make_printer
     from pipeline.config import settings as configs
     from pipeline.config.invocation import this_command
-    from pipeline.growing.add import change_lock  # start-up time: imports torch
+    from pipeline.growing.add import change_lock  # lazy import: loads torch
     from pipeline.growing.removals import Target
     from pipeline.growing.remove import RemoveRequest, remove
 
@@ -336,12 +336,14 @@ def reproduce(
 ) -> pd.DataFrame:
     """Compute a table of a paper, with a row for each cell.
 
-    `value` is ours and `paper` is the paper's, in %; NaN if it is not known.
+    `value` is the value computed here, and `paper` is the published one. Both are in %, and NaN if
+    unknown.
 
     Args:
         table: Name of a table in `configs/papers`, or path of a file.
-        scale: `paper` for the paper's data, `real` or `small` for smaller ones.
-        run: Run what is missing. If false, only stored values are shown.
+        scale: `paper`: the data of the paper. `real`, `small`: smaller data, which can only show
+            whether the methods have the same order as in the paper.
+        run: Run the missing stages. If false, only stored values are returned.
         quiet: Print nothing.
         **overrides: Settings of all runs of the table, as for `load`.
 
@@ -351,7 +353,7 @@ def reproduce(
     Example:
         >>> pipeline.reproduce("meat-table-1", "small").pivot(index="row", columns="column")
     """
-    from pipeline.app import reproduction  # start-up time: imports torch
+    from pipeline.app import reproduction  # lazy import: loads torch
     from pipeline.app.experiment import choose_stream, make_console
     from pipeline.config.paper_tables import as_scale
     from pipeline.config.yaml_files import format_override
@@ -381,7 +383,7 @@ def open_model(folder: AnyPath) -> Model:
     Example:
         >>> pipeline.open_model("model").predict(["leaf.png"], task="oaks")
     """
-    from pipeline.results.bundles import open_folder  # start-up time: imports torch
+    from pipeline.results.bundles import open_folder  # lazy import: loads torch
     from pipeline.results.model import Model
 
     return Model(open_folder(os.fspath(folder)))
@@ -401,7 +403,7 @@ def import_task(folder: AnyPath, file: AnyPath, replace: bool = False) -> str:
     Raises:
         UserError: If the task does not fit the model, or the folder has a task of this name.
     """
-    from pipeline.results import bundles  # start-up time: imports torch
+    from pipeline.results import bundles  # lazy import: loads torch
 
     return bundles.import_task(os.fspath(folder), os.fspath(file), replace).name
 
@@ -419,16 +421,16 @@ def remove_task(folder: AnyPath, task: str) -> str:
     Raises:
         UserError: If the task is missing or the only one, or other tasks need its state.
     """
-    from pipeline.results import bundles  # start-up time: imports torch
+    from pipeline.results import bundles  # lazy import: loads torch
 
     return bundles.remove_task(os.fspath(folder), task)
 
 
 def model_inputs(folder: AnyPath) -> pd.DataFrame:
-    """Return the inputs that a model folder counted: a row for each day, model and task.
+    """Return the counts of images that a model classified: a row for each day, model and task.
 
-    `finding` describes how the inputs differ from the test images of the task. It is empty if they
-    do not differ.
+    `predict` and `serve` store these counts in the model folder. `finding` describes how the images
+    differ from the test images of the task. It is empty if they do not differ.
 
     Raises:
         UserError: If `folder` is not a model folder, or its counts cannot be read.
@@ -525,7 +527,7 @@ def methods() -> pd.DataFrame:
     Example:
         >>> pipeline.methods().query("not forgets and `old images` == 'none'")
     """
-    from pipeline.app import method_list  # start-up time: imports torch
+    from pipeline.app import method_list  # lazy import: loads torch
     from pipeline.results.data_frame import data_frame
 
     return data_frame(method_list.method_rows())
@@ -542,7 +544,7 @@ def method_settings(method: str) -> pd.DataFrame:
     Example:
         >>> pipeline.method_settings("meat")
     """
-    from pipeline.app import method_list  # start-up time: imports torch
+    from pipeline.app import method_list  # lazy import: loads torch
     from pipeline.results.data_frame import data_frame
 
     settings = method_list.list_settings(method)
@@ -555,7 +557,7 @@ def data_sets() -> pd.DataFrame:
     A number that a card does not state is NaN. A card that cannot be read is left out, with a
     warning.
     """
-    from pipeline.data import catalogue  # start-up time: imports pyarrow
+    from pipeline.data import catalogue  # lazy import: loads pyarrow
     from pipeline.results.data_frame import data_frame
 
     entries, problems = catalogue.read_catalogue()
@@ -581,7 +583,7 @@ def prepare_data(
     Raises:
         UserError: If files are missing or do not belong to the card.
     """
-    from pipeline.data import card_files, preparation  # start-up time: imports pyarrow
+    from pipeline.data import card_files, preparation  # lazy import: loads pyarrow
     from pipeline.results.data_frame import data_frame
 
     target = None
@@ -606,7 +608,7 @@ def shards(card: str, storage: AnyPath | None = None) -> pd.DataFrame:
     Raises:
         UserError: If the data have not been ingested yet.
     """
-    from pipeline.results import shard_urls  # start-up time: imports pyarrow
+    from pipeline.results import shard_urls  # lazy import: loads pyarrow
     from pipeline.results.data_frame import data_frame
 
     folder = None
@@ -642,7 +644,7 @@ def write_config(
     """
     from pipeline.config.invocation import this_command
     from pipeline.config.yaml_files import format_override
-    from pipeline.data import starter  # start-up time: imports pyarrow
+    from pipeline.data import starter  # lazy import: loads pyarrow
 
     given = [format_override(key, value) for key, value in (settings or {}).items()]
     return starter.start(
@@ -666,7 +668,7 @@ def preview_data(card: str) -> str:
     Raises:
         UserError: If the card or its source cannot be read.
     """
-    from pipeline.data import card_files, starter  # start-up time: imports pyarrow
+    from pipeline.data import card_files, starter  # lazy import: loads pyarrow
 
     return starter.preview_card(card_files.load_card_file(card))
 
@@ -692,13 +694,13 @@ def _resolve_config(source: LoadSource) -> ConfigSource:
     """
     if isinstance(source, Mapping):
         from pipeline.config.yaml_files import to_plain_values
-        from pipeline.data.inline_cards import write_inline_cards  # start-up time: imports pyarrow
+        from pipeline.data.inline_cards import write_inline_cards  # lazy import: loads pyarrow
 
         body = to_plain_values(source)
         write_inline_cards(body)
         return body
     from pipeline.config.invocation import this_command
-    from pipeline.data import starter  # start-up time: imports pyarrow
+    from pipeline.data import starter  # lazy import: loads pyarrow
 
     return starter.find_or_write_config(_parse_paths(source), this_command(), print)
 

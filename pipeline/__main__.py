@@ -13,12 +13,12 @@ def stop(number: int, frame: object) -> None:
         sys.stderr.write("accrete: stopped before anything was started\n")
         sys.stderr.flush()
         os._exit(128 + number)
-    signal.signal(number, signal.SIG_DFL)  # a forked child of this process
+    signal.signal(number, signal.SIG_DFL)  # in a forked child: end by the default action
     os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, stop)
-    from pipeline.cli import leave, main  # after the handler: takes up to a second
+    from pipeline.cli import leave, main  # imported after the handler is set: takes up to 1 s
 
     leave(main())

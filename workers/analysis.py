@@ -151,7 +151,7 @@ def _selected(method: Method, images: Tensor, task: str) -> Tensor | None:
     if not isinstance(top_down, TopDown):
         return None
     method.activate_task(task)
-    if "prior" not in method.weight_overrides:  # a base task has no feedback
+    if "prior" not in method.weight_overrides:  # a base task (see `Task.role`) has no feedback
         return None
     grid = tuple(top_down.backbone.patch_embed.grid_size)
     num_patches = math.prod(grid)

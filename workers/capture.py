@@ -4,10 +4,11 @@ This is `train.compile: step`. For small networks and batches the host is the li
 takes longer to launch a kernel than to run it. A CUDA graph launches all kernels of a step at once:
 forward pass, loss, backward pass, clipping and the optimizer.
 
-A captured step reads and writes the memory of the step in which it was captured. What changes from
-step to step is copied to this memory first: the batch, its random numbers, the learning rates, and
-the numbers that a method derives from the progress (`Progress.number`). Python code of the method
-does not run again, so only methods with `MethodPlan.has_constant_step` are captured.
+A captured step reads and writes the memory of the step in which it was captured. The values that
+change from step to step are copied to this memory first: the batch, its random numbers, the
+learning rates, and the numbers that a method derives from the progress (`Progress.number`). Python
+code of the method does not run again, so only methods with `MethodPlan.has_constant_step` are
+captured.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Backend(Protocol):
 
 
 class CudaGraphs:
-    """Captures CUDA graphs. Steps that run normally use the stream on which one is captured."""
+    """Captures CUDA graphs. Warm-up steps run on the same stream as the captured step."""
 
     def __init__(self) -> None:
         self.stream = accelerator.functions().Stream()
@@ -75,7 +76,7 @@ class CudaGraphs:
         return replay, terms
 
 
-# Type of a device -> what captures steps on it.
+# Type of a device -> the backend that captures steps on it.
 BACKENDS: dict[str, Callable[[], Backend]] = {"cuda": CudaGraphs}
 
 
@@ -105,10 +106,13 @@ class Tape:
 
 @dataclass(frozen=True)
 class TapedRng(StepRng):
-    """Random numbers that are drawn before the step, apart from those of the first step.
+    """Random numbers whose tensors are reused in every step.
+
+    A number is drawn when a method first requests it. Before every later step, `FixedBatch.load`
+    draws it again into the same tensor.
 
     Attributes:
-        tape: The draws. `FixedBatch.load` draws them again.
+        tape: The draws.
     """
 
     tape: Tape = field(default_factory=Tape)
@@ -232,10 +236,11 @@ def describe_layout(batch: Batch) -> Hashable:
 
 
 class StepCapture:
-    """Runs the updates of a stage, most of them as a captured program.
+    """Runs the updates (optimizer steps) of a stage, most of them as replays of a captured update.
 
-    The first `WARM_UPS` updates of a program run normally, and so does the last batch of an epoch
-    if it is smaller. A new program begins if `Method.program` or the layout of the batches changes.
+    A program is a series of updates that run the same operators on batches of the same layout. A
+    new program begins if `Method.program` or the layout changes. The first `WARM_UPS` updates of a
+    program run normally, and so does the last batch of an epoch if it is smaller.
 
     Args:
         method: The method, with `has_constant_step`.
@@ -247,7 +252,7 @@ class StepCapture:
         self.method = method
         self.device = device
         self.backend = BACKENDS[device.type]()
-        # The fused optimizers read a tensor of fp32 on a GPU, and a double on the CPU.
+        # The fused optimizers read the learning rate as fp32 on a GPU, and as fp64 on the CPU.
         dtype = torch.float32 if accelerator.is_accelerator(device) else torch.float64
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"], dtype=dtype, device=device)
@@ -257,8 +262,8 @@ class StepCapture:
         self.warm_ups = 0
         self.replay: Callable[[], None] | None = None
         self.terms: Terms = {}
-        # The attributes that a captured step sets on the method. A step that runs normally, or a
-        # validation, sets others.
+        # The attributes that a captured step sets on the method. They are set again after each
+        # replay, because a step that runs normally, or a validation, sets other values.
         self.attributes: dict[str, Any] = {}
 
     def run(self, update: Update, batches: list[Batch], progress: Progress) -> Terms:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Bounds on the bytes of gradients in one all-reduce, and the number that is aimed at in between.
+# Gradients are summed in about NUM_BUCKETS all-reduces (buckets). The target size of a bucket
+# is kept in the range BUCKET_BYTES, so a small network has fewer buckets and a large one has more.
 BUCKET_BYTES = 1 << 20, 32 << 20
 NUM_BUCKETS = 8
 WAIT_S = 600.0  # maximum seconds that a rank waits for other ranks in a collective
@@ -45,7 +46,8 @@ class Group:
     world: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     cores: int | None = None
-    # Numbers of the collectives. All ranks call the same collectives in the same order.
+    # Numbers of the collectives. All ranks call the same collectives in the same order, so a number
+    # means the same collective on all ranks.
     _numbers: Iterator[int] = field(
         default_factory=partial(count, 1), init=False, repr=False, compare=False
     )
@@ -55,7 +57,8 @@ class Group:
         if self.world > 1:
             if tensor.device.type != "cpu":
                 # The host reads the sum next, and would wait for missing ranks inside NCCL, whose
-                # error does not name them. This gather waits for them by gloo, whose error does.
+                # error does not name them. This gather waits for them in gloo, and raises
+                # `MissingRanks`, which names them.
                 self.gather(None)
             with self.arriving("a sum"):
                 dist.all_reduce(tensor)

@@ -25,7 +25,8 @@ from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.protocols import InfersTask, list_candidates
 from workers.restore import restore_finished_method
 
-EVALUATE_REVISION = 1  # part of the keys; increase it if evaluation gives different numbers
+# Part of the keys of these stages. Increase it if evaluation gives different numbers.
+EVALUATE_REVISION = 1
 TOP = 5  # k of the top-k accuracy `correct_top5`
 
 
@@ -153,8 +154,8 @@ def measure_following(
 ) -> dict[str, Any]:
     """Count the correct predictions on a task that the method has not learned.
 
-    This is the entry R[j - 1, j] of the accuracy matrix (Lopez-Paz and Ranzato 2017). All tasks
-    have the same classes: the scenario is `domain`.
+    This is the entry R[j - 1, j] of the accuracy matrix (Lopez-Paz and Ranzato 2017). The scenario
+    is `domain`, so all tasks have the same classes.
 
     Args:
         job: The stage.
@@ -199,7 +200,7 @@ def compute_logits_and_picks(
     The further predictions are:
 
     - `choice` (b,) and `confidence` (b,), if the method infers the task: an index in
-      `method.candidates()`, and the confidence in this choice;
+      `method.candidates()` (tasks, or groups of tasks), and the confidence in this choice;
     - `task_aware` (b,), the predicted class among the classes of `task` if the method is told the
       task: in the scenarios `class` and `domain` of a method that infers the task, and in scenario
       `domain` of any other method with a head per task.
@@ -304,7 +305,7 @@ def count_picks(
     """Summarise the candidates that a method picked for the images of `task`.
 
     Args:
-        candidates: Tasks of each candidate, by name.
+        candidates: Candidate -> the tasks for which it is the right choice (see `InfersTask`).
         task: Name of the task.
         choices: Indices among `candidates`, (n,).
         confidence: Confidence of each pick, (n,).

@@ -17,7 +17,7 @@ from workers.job import StageJob
 from workers.restore import load_backbone
 from workers.storage.artifact import Artifact
 
-FEATURES_REVISION = 1  # part of the keys; increase it if the features change
+FEATURES_REVISION = 1  # part of the keys of these stages; increase it if the features change
 FILE = "features.parquet"
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 # Parameters of glibc's `mallopt` and their defaults, from malloc.h.
 M_TRIM_THRESHOLD, TRIM_THRESHOLD = -1, 128 << 10  # free bytes at the end of the heap; -1: no limit
-M_MMAP_MAX, MMAP_MAX = -4, 65536  # blocks with a mapping of their own, returned as soon as freed
+# Maximum number of blocks with a mapping of their own. Such a block is returned when it is freed.
+M_MMAP_MAX, MMAP_MAX = -4, 65536
 
 
 @contextmanager

@@ -226,7 +226,7 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     length: dict[str, int] = {}
     if job.task is not None:
         if job.task.has_own_head:
-            warnings = []  # about the classifier, which is not left out
+            warnings = []  # they say that the classifier is ignored, but here it becomes the head
             head = vit.load_head(backbone, job.backbone_settings, job.task)
         else:
             method = METHODS["finetune"](backbone, load_settings(job), job.seed)
@@ -573,7 +573,10 @@ def update_weights(
     job: StageJob,
     group: dist.Group,
 ) -> dict[str, torch.Tensor]:
-    """Compute the gradients and update the weights, as the part of `train_step` on the device."""
+    """Compute the gradients and update the weights.
+
+    This is the part of `train_step` that computes on the device, and that `StepCapture` repeats.
+    """
     parameters = list_parameters(optimizer)
     terms = compute_gradients(method, optimizer, batches, progress, job, group)
     # Sharpness-aware minimisation: compute the gradients again at perturbed weights. Then the
@@ -649,7 +652,8 @@ def add_gradients(
         progress: The position in the training.
         job: The stage.
         group: The rank.
-        sending: Context of the backward pass.
+        sending: Context manager around the backward pass, which sends gradients to the other ranks
+            (`GradientSum.overlap`). None: nothing is sent yet.
     """
     noise.draw_paths(method, samples.draw)
     with autocast_context(job, group):
@@ -717,7 +721,7 @@ def list_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def sort_parameters(method: Method, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Sort parameters by their order in the method's modules."""
+    """Sort parameters by their order in the method's modules, as `GradientSum` expects them."""
     positions = {id(parameter): index for index, parameter in enumerate(method.parameters())}
     return sorted(parameters, key=lambda parameter: positions.get(id(parameter), -1))
 
@@ -732,7 +736,8 @@ def autocast_context(job: StageJob, group: dist.Group) -> contextlib.AbstractCon
 def cast_frozen_layers(job: StageJob, method: Method) -> contextlib.AbstractContextManager[Any]:
     """Return the context manager of the training: for bf16, frozen layers cast weights once.
 
-    Compiled blocks cast weights in the kernels that use them.
+    With `train.compile: true` nothing is replaced: compiled blocks cast weights in the kernels that
+    use them.
     """
     if job.train.precision == "bf16" and job.train.compile is not True:
         return frozen.cast_once(method)

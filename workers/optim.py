@@ -117,13 +117,16 @@ def build_optimizer(groups: list[dict[str, Any]], train: TrainSettings) -> torch
         group["peak"] = group["lr"]
     is_captured = train.compile == "step"
     if train.optimizer == "sgd":
-        # Only the fused form reads the learning rate from a tensor.
+        # A captured step needs the learning rate in a tensor, which only the fused form reads.
         return torch.optim.SGD(full, momentum=train.momentum, fused=is_captured)
     return torch.optim.AdamW(full, fused=True, capturable=is_captured)
 
 
 def scale_rates(optimizer: torch.optim.Optimizer, scale: float) -> None:
-    """Set the learning rate of each group to `scale` times its peak; a tensor in place."""
+    """Set the learning rate of each group to `scale` times its peak.
+
+    A learning rate that is a tensor is changed in place, because captured steps read this tensor.
+    """
     for group in optimizer.param_groups:
         rate = group["peak"] * scale
         if isinstance(group["lr"], Tensor):

@@ -66,7 +66,7 @@ def new_method(job: StageJob) -> Method:
     The constructor and `begin` of the method can draw from torch's default generator. It is seeded
     here, so that the numbers are equal on every rank and in every retry.
     """
-    # before the seed, because this also draws if the process has not read the backbone yet
+    # Load the backbone before seeding: if it is not cached, it is first built with random weights.
     backbone = load_backbone(job)
     task_name = job.task.name if job.task else ""
     torch.manual_seed(derive_seed(job.seed, "begin", task_name, job.step))

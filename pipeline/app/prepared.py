@@ -137,7 +137,8 @@ def _describe_code() -> dict[str, Any]:
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
-    # Not imported here, because it imports torch. Before its import, no method is registered.
+    # Look the module up without importing it, because it imports torch. If it is not imported yet,
+    # no method is registered.
     registration = sys.modules.get("workers.methods.registration")
     for method in registration.REGISTERED.values() if registration else ():
         package = describe_package(method.__module__)

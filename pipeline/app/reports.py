@@ -46,7 +46,8 @@ REPORT_FILES = "report-files.json"  # file with the names and digests of the fil
 REPORT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 
 
-# Exists if the run was analysed. It is `analysis_section.LIST_FILE`, whose module imports torch.
+# This file exists if the run was analysed. The name is repeated from `analysis_section.LIST_FILE`,
+# because that module imports torch.
 ANALYSIS_FILE = "analysis.json"
 
 
@@ -124,7 +125,10 @@ def make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, 
 
 
 def _make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, Any]:
-    """Build and commit the report. `made_of` in the manifest: key -> content digest of inputs."""
+    """Build and commit the report, and return its manifest.
+
+    `made_of` in the manifest maps the key of each input result to the digest of its content.
+    """
     started = time.monotonic()
     store = run.store
     attempt = Attempt(store.root, stage.key)

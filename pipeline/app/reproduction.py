@@ -1,4 +1,4 @@
-"""Tables of papers: run what is missing for one, and compare the values with the paper's.
+"""Reproduce tables of papers: run the missing stages, and compare our values with the paper's.
 
 Start reading at `reproduce`. The tables are in `configs/papers`, see `config.paper_tables`.
 """
@@ -53,7 +53,7 @@ class Cell(NamedTuple):
 
 
 class TableKey(NamedTuple):
-    """Place of a run in a table."""
+    """Identity of a run in a table: a part of the table, and the name of the run in its file."""
 
     part: str
     run: str
@@ -137,7 +137,7 @@ def reproduce(
     command: str,
     to_record: bool = False,
 ) -> Reproduction:
-    """Run what is missing for a table, and return it.
+    """Run the missing stages of all runs of a table, and return the table with its values.
 
     Args:
         name: Name of a table, or path of its file.
@@ -154,7 +154,7 @@ def reproduce(
         measuring.check_checkout()
     _, runs = _list_runs(name, scale)
     table, prepared = prepare_table(name, scale, overrides, to_run=True)
-    # a wrong column or method is an error before the training
+    # raises the errors of wrong columns and methods before the training
     collect_values(name, scale, table, {key: read_run_tables(run) for key, run in prepared.items()})
     results: dict[TableKey, Mapping[str, RunTables]] = {}
     for key, prepared_run in prepared.items():
@@ -212,7 +212,9 @@ def _find_value(
 
 
 def _read_value(tables: RunTables, label: str, value: str) -> float:
-    """Return a metric, or the accuracy on a task, after the last task, in %; NaN without it.
+    """Return a metric, or the accuracy on a task, after the last task, in %.
+
+    The value is NaN if the run is not finished.
 
     Raises:
         UserError: If there is no such method, metric or task.
@@ -273,7 +275,7 @@ def write_files(result: Reproduction) -> list[str]:
 def describe_table(name: str, overrides: Sequence[str] = ()) -> str:
     """Return a table at each of its scales, with the values that are in the storage.
 
-    A scale whose data are not on this machine is described in a sentence.
+    For a scale whose data are not on this machine, the text has the error in place of the values.
     """
     table = read_paper_table(find_paper_table(name))
     parts = [f"{table.title} ({table.source})", *_format_paper(table)]
@@ -287,7 +289,10 @@ def describe_table(name: str, overrides: Sequence[str] = ()) -> str:
 
 
 def format_reproduction(result: Reproduction) -> str:
-    """Return a table as text, with the paper's values beside ours, or below at other scales."""
+    """Return a table as text.
+
+    At scale `paper`, the paper's values are beside ours. At other scales, they are listed below.
+    """
     table = result.table
     parts = [
         f"{table.title} ({table.source})",
@@ -386,7 +391,7 @@ def format_percent(value: float, digits: int = 1) -> str:
 
 # ---- cost ----------------------------------------------------------------------------------------
 def describe_plan(name: str, scale: Scale, overrides: Sequence[str] = ()) -> str:
-    """Return the cost of what is missing for a table at a scale, run by run.
+    """Return the cost of the missing stages of a table at a scale, run by run.
 
     Data sets that are not on this machine are named. Their cost follows from the numbers of images
     on their cards.

@@ -204,7 +204,7 @@ def _add_launch_command(add_command: AddCommand) -> None:
 
 def init(args: argparse.Namespace) -> int:
     """Write a card, a config and a preview for images, and print the detected layout."""
-    from pipeline.data import starter  # start-up time: imports pyarrow
+    from pipeline.data import starter  # lazy import: loads pyarrow
 
     lines: list[str] = []
     config = starter.start(
@@ -223,7 +223,7 @@ def init(args: argparse.Namespace) -> int:
 
 def _resolve_config(args: argparse.Namespace) -> None:
     """Replace `args.config` by the path of a config; for data, write a card and a config first."""
-    from pipeline.data import starter  # start-up time: imports pyarrow
+    from pipeline.data import starter  # lazy import: loads pyarrow
 
     args.config = starter.find_or_write_config(args.config, invocation.this_command(), print)
 
@@ -231,7 +231,7 @@ def _resolve_config(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the missing stages of a config's graph, and print the results."""
     _resolve_config(args)
-    from pipeline.app import runs as app  # start-up time: imports torch
+    from pipeline.app import runs as app  # lazy import: loads torch
     from pipeline.graph.selection import StageSelection
     from pipeline.shell import console
 
@@ -253,7 +253,7 @@ def run(args: argparse.Namespace) -> int:
     report_command = app.format_command("report", args.config, args.overrides)
     result = app.execute(prepared, console.Console, resume_command, report_command, selection)
     if result.replicas:  # one replica for each seed or class order
-        from pipeline.report.replicas import comparison_text  # start-up time: matplotlib
+        from pipeline.report.replicas import comparison_text  # lazy import: loads matplotlib
 
         print(comparison_text(config.name, result.replicas))
         print("\n".join(["", *console.ending(result.outcome, result.report.lines)]))
@@ -265,7 +265,7 @@ def run(args: argparse.Namespace) -> int:
 def search(args: argparse.Namespace) -> int:
     """Search settings of a config, and measure the best ones on test images."""
     from pipeline.app import runs as app
-    from pipeline.search import run as searches  # start-up time: imports torch
+    from pipeline.search import run as searches  # lazy import: loads torch
     from pipeline.search.screen import SearchScreen
     from pipeline.search.spec import prepare_search
 
@@ -316,12 +316,12 @@ def plan(args: argparse.Namespace) -> int:
     if settings_text:
         print(f"\n{settings_text}")
     if 0 < count < len(graph):
-        from pipeline.growing.training import describe_training  # start-up time: imports torch
+        from pipeline.growing.training import describe_training  # lazy import: loads torch
 
         tasks_to_train = describe_training(run_plan)
         print("\n" + "\n".join(tasks_to_train))
     if with_cost:
-        from pipeline.launch import cost  # start-up time: imports torch
+        from pipeline.launch import cost  # lazy import: loads torch
 
         print("\n" + cost.format_forecast(run_plan.forecast(args.calibrate)))
     if args.svg:
@@ -347,7 +347,7 @@ def _describe_status(stage: Stage, lookups: dict[str, Lookup], stages_to_run: se
 def launch(args: argparse.Namespace) -> int:
     """Write the files that run a config on a cluster."""
     from pipeline.app import runs as app
-    from pipeline.launch import command  # start-up time: imports torch
+    from pipeline.launch import command  # lazy import: loads torch
 
     def forecast(config: str, overrides: list[str]) -> Forecast:
         return app.plan(app.prepare(config, overrides, allow_replicas=True)).forecast()
@@ -358,7 +358,7 @@ def launch(args: argparse.Namespace) -> int:
 def ingest(args: argparse.Namespace) -> int:
     """Ingest the raw data of a config, and print the numbers of read and rejected images."""
     _resolve_config(args)
-    from pipeline.app import runs as app  # start-up time: imports torch
+    from pipeline.app import runs as app  # lazy import: loads torch
     from pipeline.shell import console
 
     prepared = app.prepare(args.config, args.overrides, to_run=True, say=print, allow_replicas=True)
@@ -375,7 +375,7 @@ def ingest(args: argparse.Namespace) -> int:
 
 def shards(args: argparse.Namespace) -> int:
     """Print the URLs of the shards of a card, or of all cards of a config."""
-    from pipeline.results import shard_urls  # start-up time: imports pyarrow
+    from pipeline.results import shard_urls  # lazy import: loads pyarrow
 
     for shard in shard_urls.find_requested(args.card, args.storage):
         if args.split is None:

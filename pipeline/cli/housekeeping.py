@@ -74,7 +74,7 @@ def add_commands(add_command: AddCommand) -> None:
 
 def convert(args: argparse.Namespace) -> int:
     """Convert a pickled checkpoint to safetensors."""
-    from workers.model.checkpoint_files import convert_checkpoint  # start-up time: imports torch
+    from workers.model.checkpoint_files import convert_checkpoint  # lazy import: loads torch
 
     conversion = convert_checkpoint(args.checkpoint, args.target, args.key)
     entry = f" of {conversion.key}" if conversion.key else ""

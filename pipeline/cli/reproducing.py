@@ -60,7 +60,7 @@ def add_commands(add_command: AddCommand) -> None:
 
 def reproduce(args: argparse.Namespace) -> int:
     """List the tables, print one, or compute one."""
-    from pipeline.app import reproduction  # start-up time: imports torch
+    from pipeline.app import reproduction  # lazy import: loads torch
     from pipeline.config import paper_tables
 
     _check_options(args)
@@ -108,7 +108,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace) -> int:
     """Run and record a config, and write all generated tables again."""
-    from pipeline.app import measuring  # start-up time: imports torch
+    from pipeline.app import measuring  # lazy import: loads torch
     from pipeline.app.runs import format_command
     from pipeline.shell import console
 

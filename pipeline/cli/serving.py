@@ -192,7 +192,7 @@ def bundle(args: argparse.Namespace) -> int:
             f"bundle: --task is {args.task!r}, but a bundle contains all tasks; leave out --task, "
             "or add --onnx FILE"
         )
-    from pipeline.shell.console import at_work  # start-up time
+    from pipeline.shell.console import at_work  # lazy import, for a fast start
 
     with at_work(lambda: "writing the model"):
         source = open_bundle(args)

@@ -57,7 +57,8 @@ class TableScale(Frozen):
     def find_runs(self, row: TableRow) -> list[str]:
         """Return the names of the runs that may compute a row; one for a valid table.
 
-        It is the run that the row names, else the run that lists the row's method.
+        It is the run that the row names, else the run that lists the row's method, else the run
+        that lists no methods and so takes those of its config.
         """
         if row.run in self.runs:
             return [row.run]
@@ -91,7 +92,14 @@ class PaperTable(Frozen):
 
 
 class PartRun(NamedTuple):
-    """A run for one part of a table. overrides: in the form of `--set`, with the run's name."""
+    """A run for one part of a table.
+
+    Attributes:
+        part: Title of the part.
+        run: Name of the run in the table's file.
+        config: Path of the config.
+        overrides: Overrides in the form of `--set`, including `name=...` of the run.
+    """
 
     part: str
     run: str
@@ -100,10 +108,10 @@ class PartRun(NamedTuple):
 
 
 def as_scale(text: str) -> Scale:
-    """Return a text as a scale.
+    """Convert a text to a scale.
 
     Raises:
-        UserError: If it is not one.
+        UserError: If there is no such scale.
     """
     for scale in get_args(Scale):
         if text == scale:

@@ -278,7 +278,7 @@ class ClusterSettings(Frozen):
     summed, so they change results by rounding. The other settings do not change results.
     """
 
-    largest_whole: ClassVar[int] = 100_000  # see `Frozen`; loops run over these numbers
+    largest_whole: ClassVar[int] = 100_000  # limit of integers (`Frozen`); code loops over them
 
     workers: int = Field(
         0,
@@ -754,7 +754,7 @@ class Config(Frozen):
     def configured_keep(
         self, label: str, step: str, where: str = "", task: str | None = None
     ) -> str:
-        """Check the training settings that the config sets for a step, and return `keep`.
+        """Return the setting `keep` of a step, after a check of its configured training settings.
 
         Unlike `merge_train`, which has the same arguments, this method does not import torch,
         because it does not fill in the defaults of the method.

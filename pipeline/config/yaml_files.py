@@ -310,7 +310,7 @@ def find_base(folder: Path, name: str) -> Path:
 
 @functools.cache
 def _notify_once(text: str) -> None:
-    from workers.storage import filesystem  # start-up time: imports pyarrow
+    from workers.storage import filesystem  # lazy import: loads pyarrow
 
     filesystem.notify(text)
 

@@ -200,7 +200,7 @@ def _find_containers(card: Card, entries: Sequence[Entry]) -> set[str]:
     if source_format.list_shards is not None:
         urls = urls_by_name(webdataset.shard_urls(card))
         base = f"{source_uri(card).rstrip('/')}/"
-        # `list_shards` lists the names of shards in the index, other listings their paths
+        # An entry has the shard's name in the index if `list_shards` listed it, else its path.
         return {*urls, *(url.removeprefix(base) for url in urls.values())}
     names: set[str] = set()
     for split in SPLITS:

@@ -305,7 +305,8 @@ class Card(Frozen):
         body = key_inputs(self, ("title", "licence", "cite", "archive", "verified", "leaks"))
         source = key_inputs(self.source, ("path",))
         # Earlier versions had the default `places`. If `numbers` is unset, labels that `places`
-        # would read differently are refused, so both settings give the same result.
+        # would read differently are refused, so both settings give the same result and the same
+        # hash as before.
         if self.source.numbers != "names":
             source.pop("numbers", None)
         for folder in source.get("more", ()):

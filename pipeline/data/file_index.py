@@ -3,7 +3,8 @@
 Ingest uses `FileFinder` with the patterns of a card. Detection uses `find_placements` to find these
 patterns.
 
-Paths are relative to the folder of the table, or follow the patterns in `source.files`. Names are
+Paths are relative to the folder of the table, or follow the patterns in `source.files`. In a
+pattern, `{}` is the path in the row, and `{label}` and `{split}` are its label and split. Names are
 compared in Unicode form NFC. If no file matches exactly, case is ignored. If no row leads to a
 file, the paths are probably from another machine, for example `/home/ann/zoo/cat/1.png`. In this
 case, the leading folders of all paths are replaced by one folder of the source.
@@ -31,7 +32,7 @@ NO_FILE = "corrupt: there is no such file"
 NO_PATH = "corrupt: its row names no file"
 ANYWHERE = "**/"  # start of a pattern that matches in any folder below the source
 DRIVE = re.compile(r"[A-Za-z]:(?=[\\/])")
-MAX_PATTERNS = 8  # patterns with literal folders on a card
+MAX_PATTERNS = 8  # patterns on a card that name folders instead of using placeholders
 MAX_CANDIDATES = 50  # candidate files of a row
 
 
@@ -207,8 +208,9 @@ class FileFinder:
         )
 
     def find_moved_folders(self, rows: Sequence[NamedRow]) -> None:
-        """Set `moved` if no row leads to a file, for paths from another machine.
+        """Set `moved` for paths from another machine.
 
+        Nothing is done if a row leads to a file, or if a pattern changes the paths in the table.
         Of all possible replacements, the one that removes the fewest characters is used. `moved`
         stays None if there is no such replacement, or more than one.
         """
@@ -249,7 +251,7 @@ def _list_split_names(split: str) -> list[str]:
 
 # ---- the image files of a table ------------------------------------------------------------------
 class Placement(NamedTuple):
-    """One way to read the paths of a table.
+    """One way to map the rows of a table to files.
 
     Attributes:
         patterns: Value for `source.files`.

@@ -9,8 +9,8 @@ from pipeline.data.names import get_suffix, words
 IMAGE_SUFFIXES = words(
     """.jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .heic .heif .avif"""
 )
-# Suffixes of image files in a listing. They include "", because `listing` marks a file without an
-# extension by a problem, unless its first bytes are those of an image.
+# Suffixes of image files in a listing. They include "": a listed file without an extension and
+# without a problem is an image, because `listing` has checked its first bytes.
 IMAGE_FILES = IMAGE_SUFFIXES | {""}
 TEXT_TABLES = frozenset((".csv", ".tsv", ".txt"))
 JSON_TABLES = frozenset((".jsonl", ".ndjson"))

@@ -1,8 +1,9 @@
 """Index shards in place: each shard is read once and hashed, and nothing is copied.
 
-When a shard was read, its rows (one per sample) are written as a table. A killed run therefore
-continues with the next shard. Shards of an earlier ingest with the same URL, size and time are not
-read again. `index_shards` is the entry point, as `ingest.ingest` is for sources that are copied.
+After a shard is read, its rows (one per sample) are written as a table. Therefore an ingest that
+was killed continues with the next shard. Shards of an earlier ingest with the same URL, size and
+time are not read again. `index_shards` is the entry point, as `ingest.ingest` is for sources that
+are copied.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ from workers.storage.artifact import (
 from workers.storage.parquet import read_table
 
 INFO = b"shard"  # metadata key of a shard's table: size and digest of the shard
-PICTURES = b"pictures"  # metadata key: small images for the preview, as a shard is read only once
+# Metadata key of this table and of SOURCE: small images for the preview. They are made while the
+# shard is read, because it is read only once.
+PICTURES = b"pictures"
 # Settings of a source with the location of the shards. They do not affect how a sample is read.
 PLACES = ("more", "path", "splits")
 MAX_PICTURES = 40  # preview images per shard
@@ -140,7 +143,8 @@ def index_shards(
     started = time.monotonic()
     entries = require_entries(card)
     state = source_state(card, entries)
-    # after a change of the source or the card, the tables of an interrupted run are not used
+    # The digest in the name of the folder changes with the source and the card. Then the tables of
+    # an interrupted ingest are not reused.
     text = json.dumps([state, card.identity(), card.source.path, ingest.REVISION])
     folder = join(root, key, f"shards-{hashlib.sha256(text.encode()).hexdigest()[:16]}")
     shard_units = units(card, map_fn, entries)
@@ -173,7 +177,7 @@ def index_shards(
 def _all_files(card: Card, entries: list[Entry]) -> list[Entry]:
     """Return all files in the folder of a local source, otherwise the shards of the card.
 
-    The account of files also lists files that are not shards of the card.
+    The account (the outcome for every file) also lists files that are not shards of the card.
     """
     path = source_uri(card)
     if not card.source.path or not is_local(path) or not os.path.isdir(path):
@@ -356,7 +360,7 @@ def _read_all(
 
 
 def _read_indexed_shard(job: IndexJob, sizes: dict[str, int]) -> IndexedShard | None:
-    """Return a shard that an interrupted run has read, or None if it must be read."""
+    """Return a shard that an interrupted ingest has read, or None if it must be read."""
     if job.target.partition("?")[0].rpartition("/")[2] not in sizes:
         return None
     try:

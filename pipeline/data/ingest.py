@@ -1,10 +1,10 @@
 """Ingest: convert raw data of any format to WebDataset tars and a Parquet index.
 
-`ingest` works in two passes. First, each unit of the source is read once, and its images are
-checked and written to packs (intermediate files, see packs.py). Then shards are written from the
-packs. Both passes run in parallel tasks, and finished work is not repeated after a kill. An image
-that cannot be used is listed in rejected.csv with the reason. Shards that are used in place are
-indexed by in_place.py instead.
+`ingest` works in two passes. First, each unit of the source (a part that one call reads, see
+`formats.base.Unit`) is read once, and its images are checked and written to packs (intermediate
+files, see packs.py). Then shards are written from the packs. The calls of a pass can run in
+parallel, and finished work is not repeated after a kill. An image that cannot be used is listed in
+rejected.csv with the reason. Shards that are used in place are indexed by in_place.py instead.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ from workers.storage.artifact import (
 
 REVISION = 2  # increase it if a change of the code gives other images or keys for the same source
 NONCE = "nonce"  # a file in a folder of packs, see `_attempt_name`
-SMALL_BYTES = 8 << 20  # a source up to this size with few images is packed by this process
+SMALL_BYTES = 8 << 20  # maximum size of a source that is packed by this process, see `is_small`
 TABLE_READERS = 8  # tables of finished units read in parallel
 
 # Called with `doing` (name of the pass), `images` (finished) and, if known, `of` (total),
@@ -172,7 +172,8 @@ def ingest(
     started = time.monotonic()
     entries = require_entries(card)
     state = source_state(card, entries)
-    # after a change of the source or the card, the packs of an interrupted run are not used
+    # The digest in the name of the folder changes with the source and the card. Then the packs of
+    # an interrupted ingest are not reused.
     state_digest = hashlib.sha256(
         json.dumps([state, card.identity(), card.source.path, REVISION]).encode()
     ).hexdigest()
@@ -183,8 +184,8 @@ def ingest(
     fields = {**extra, "fingerprint": get_fingerprint(state), "started": started}
     fields["reading"] = digest_reading(card)
     if not is_local(root) and is_small(source_units, file_bytes):
-        # Packs in a local folder need no requests to the bucket. After a kill, at most the work of
-        # one unit is repeated.
+        # Packs in a local folder need no requests to the bucket. They are lost after a kill, but
+        # packing a small source again is little work.
         with TemporaryDirectory(prefix="accrete-packs-") as packs:
             rows = read_source(source_units, card, packs, map, report, file_bytes, known)
             _write_artifact(
@@ -213,7 +214,10 @@ def ingest(
 
 
 def is_small(units: list[Unit], file_bytes: int) -> bool:
-    """Return whether this process packs a source: it has at most UNIT_ITEMS and SMALL_BYTES."""
+    """Return whether a source has at most UNIT_ITEMS images and SMALL_BYTES bytes.
+
+    If the storage is a bucket, such a source is packed by this process, without parallel calls.
+    """
     num_items = sum(unit.num_items for unit in units)
     return num_items <= UNIT_ITEMS and file_bytes <= SMALL_BYTES
 
@@ -553,7 +557,7 @@ def _write_all(
 def _find_written_shards(
     names: Iterable[str], attempt: Attempt, packs: str
 ) -> dict[str, WrittenShard]:
-    """Return the shards that an interrupted run of this attempt has finished, by name."""
+    """Return the shards that an interrupted ingest has finished for this attempt, by name."""
     marks = list_files(packs)
     marked = [name for name in names if mark_name(attempt.name, name) in marks]
     if not marked:

@@ -48,7 +48,7 @@ def _write_card(card: dict[str, Any], where: str) -> str:
     refuse_secrets(card, f"{where}: ")
     checked_card = card
     if card.get("classes") == FROM_SOURCE:
-        # in a `Card` the word is the only entry of the list; a file has it without the list
+        # a card file has `classes: from_source`; `Card` expects the list `[from_source]`
         checked_card = card | {"classes": [FROM_SOURCE]}
     name = configs.checked(Card, checked_card, where).name
     file = f"{name}-card.yaml"

@@ -113,7 +113,7 @@ def _build_stamp(entry: Entry, first: int, size: int | None) -> str:
 
 
 class DividedUnit(NamedTuple):
-    """A unit without its known images.
+    """A unit, divided into known images and images that must be read.
 
     Attributes:
         rest: The images that must be read.
@@ -187,8 +187,8 @@ class KnownImages:
     def divide(self, units: Sequence[Unit], card: Card) -> list[DividedUnit | None]:
         """Divide units into known and unknown images.
 
-        An image is known if its file has the same name, size and time. Other images are read. If an
-        image has the name of an earlier image, or the size of a removed image, its bytes are
+        An image is known if its stamp, class and split have not changed. Other images are read. If
+        an image has the name of an earlier image, or the size of a removed image, its bytes are
         compared with the earlier image, and it is not decoded if they are equal.
 
         Returns:
@@ -217,6 +217,7 @@ class KnownImages:
             if not known.any() and not len(earlier):
                 divided.append(None)
                 continue
+            # index in `found` of the first known image of this unit
             first = int(numbers[start] - is_known[start])
             unit = Unit(read_items, (rest,), len(rest))
             of_unit = found.slice(first, int(known.sum()))
@@ -271,7 +272,7 @@ class KnownImages:
         found = self.rows.select(columns).take(pc.fill_null(places, 0))
         is_same = pc.and_(pc.equal(found["label"], labels), pc.equal(found["split"], splits))
         was_labelled = pc.invert(pc.starts_with(pc.fill_null(found["problem"], ""), "unlabelled"))
-        # an image that `per_class` left out has neither, and its bytes were not stored
+        # an image that `per_class` left out has no pack and no problem; its bytes were not stored
         is_usable = pc.or_(pc.is_valid(found["pack"]), pc.is_valid(found["problem"]))
         known = pc.and_(pc.is_valid(places), pc.and_(is_same, is_usable))
         known = pc.and_(known, was_labelled)
@@ -305,7 +306,7 @@ class KnownImages:
 
 
 def find_runs(column: pa.ChunkedArray) -> dict[str, tuple[int, int]]:
-    """Map each value of a column to the start and stop of the last run of this value."""
+    """Map each value of a column to the start and stop of its last block of consecutive rows."""
     values = column.combine_chunks().dictionary_encode()
     codes = pc.fill_null(values.indices, -1).to_numpy()
     is_first = np.ones(len(codes), bool)
@@ -337,7 +338,10 @@ def are_read_alike(rows: pa.Table, checker: ImageChecker) -> bool:
 
 
 def _find_candidate_rows(rows: pa.Table, items: Sequence[Item]) -> pa.Table:
-    """Return the rows with the name of an item, or with its file size and its position."""
+    """Return the rows of earlier images that may have the same bytes as one of the items.
+
+    Such a row has the name of an item, or the size of its file and its position in the file.
+    """
     if not items or not len(rows):
         return rows.slice(0, 0)
     names = pa.array([printable(item.name) for item in items], pa.large_string())

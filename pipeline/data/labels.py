@@ -23,7 +23,7 @@ from workers.errors import UserError
 
 Label = str | int | None
 NO_LABEL = frozenset(("", "nan", "null", "<na>"))
-# labels that may be classes or mean a missing label: an error asks
+# labels that may be classes or mean a missing label: an error asks the user
 PERHAPS_NO_LABEL = frozenset(("na", "n/a", "none", "nil", "-1", "?", "-", "--", "missing"))
 WHOLE = re.compile(r"-?[0-9]{1,9}")
 WHOLE_AS_FLOAT = re.compile(r"(-?[0-9]{1,9})\.0+")
@@ -40,8 +40,8 @@ def normalize_label(value: Any) -> Label:
     """Convert a value to the normal form of a label: a text or an integer; None if it is missing.
 
     Args:
-        value: Value of a cell, a JSON field, a Parquet column or a member of a tar. Invalid UTF-8
-            may be bytes.
+        value: Value of a cell, a JSON field, a Parquet column or a member of a tar. A text that is
+            not valid UTF-8 can be given as bytes.
     """
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
@@ -74,8 +74,7 @@ def check_spelling(where: str, labels: Iterable[str]) -> None:
     """Check that no two labels are probably one class in two spellings.
 
     For example, `1` and `01`, `Cat` and `cat`, `'cat'` and `cat`, or `red ant` and `red_ant`.
-    Single letters may
-    differ in case: `A` and `a` are two classes.
+    Single letters may differ in case: `A` and `a` are two classes.
 
     Raises:
         UserError: If there are such labels.
@@ -178,6 +177,9 @@ class ClassNames:
 
 
 def _name_unlisted(text: str) -> str:
-    """Return the text of a label without a class, in the form that stored digests contain."""
+    """Return the text of a label without a class; a number 7 becomes `number 7`.
+
+    This form must not change, because stored digests contain it.
+    """
     is_number = text.isdecimal() and len(text) <= MAX_NUMBER_DIGITS
     return f"{NUMBER}{text}" if is_number else text

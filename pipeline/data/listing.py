@@ -37,7 +37,8 @@ OUTSIDE_LINK = (
 HIDDEN = "hidden"  # the problem of a hidden file
 OTHER_FILE = "other file"  # start of the problem of an entry that is not an image file
 NO_EXTENSION = f"{OTHER_FILE}: no extension"
-READ_ANYWAY = "read anyway"  # end of the problem of a link to a folder that is read without it
+# end of the problem of a link to a folder that is also read without the link
+READ_ANYWAY = "read anyway"
 
 
 class Entry(NamedTuple):
@@ -215,9 +216,9 @@ class FolderWalk:
     """Lists the files below a source on a disk.
 
     A link to a file is treated as the file. A link to a folder is followed if it leads to a folder
-    of the source that is not read otherwise. Each folder is read once. Otherwise, images would be
-    read twice, the second time with the label of the folder that contains the link. Hidden folders
-    are read last, because links can lead into them.
+    of the source that is not read without the link. Each folder is read once, so that no image is
+    read a second time with the label of the folder that contains the link. Hidden folders are read
+    last, because links can lead into them.
     """
 
     def __init__(self, root: str, suffixes: frozenset[str], most: int | None = None):

@@ -153,7 +153,10 @@ class ImageChecker:
         return self.names.find(item.label)
 
     def raw_label(self, item: Item) -> str | None:
-        """Return the label for the digest of the raw content: the class, or the unchanged label."""
+        """Return the label for `raw_row`.
+
+        It is the result of `label`, or for a card without labels the label of the item itself.
+        """
         if self.card.source.label is None:
             return None if item.label is None else str(item.label)
         return self.names.find(item.label)
@@ -274,8 +277,8 @@ class _PackWriter:
         """Check an image and store it, unless this pack already contains the same bytes.
 
         Therefore a table that repeats one value a million times does not create a pack with a
-        million images. An already ingested image is not decoded: a file can have a new
-        modification time and the same bytes.
+        million images. An image with the bytes of an earlier ingested image is not decoded: for
+        example, a file can have a new modification time and the same bytes.
         """
         earlier = self.earlier.get(raw_digest)
         if earlier is not None:
@@ -348,7 +351,10 @@ class _PackWriter:
 
 
 def raw_row(item: Item, label: str | None, digest: str) -> bytes:
-    """Return the line of an image for the raw content: split, name, label, digest of the bytes."""
+    """Return the line of an image for the digest of the raw content (see `ingest.raw_content`).
+
+    It has the split, the name, the label and the digest of the image's bytes in the source.
+    """
     row = f"{item.split}\t{nfc(item.name)}\t{nfc(str(label))}\t{digest}"
     return row.encode("utf-8", "surrogateescape")
 

@@ -32,7 +32,7 @@ def is_missing(name: str) -> bool:
 
 
 def write_placeholder(name: str, folder: Path) -> Path:
-    """Write a card with the classes and numbers of another one, and tables of empty images.
+    """Write a card with the classes and image counts of another card, and tables of empty images.
 
     Args:
         name: Name or path of the card.

@@ -1,6 +1,7 @@
 """The preview of a data set: a page with images of each class and split and the account of files.
 
-On this page, the user can check that splits and labels were detected correctly.
+The account is the outcome for every file (see `pipeline.data.account`). On this page, the user can
+check that splits and labels were detected correctly.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ MAX_BAD = 0.05  # tolerated share of corrupt images, in addition to those known 
 MAX_TASKS = 5  # tasks into which one data set is divided
 MIN_CLASSES = 2  # classes of a task
 BASE_SHARE = 0.4  # share of the classes of one data set in the base task
-# Train images per class for `hold_out: threshold`. With fewer images, a share of 1/5 could by
-# chance select almost no image.
+# Minimum number of train images per class to propose `hold_out: threshold`. With fewer images, a
+# share of 1/5 could by chance select almost no image.
 MIN_PER_CLASS = 30
 MAX_THREADS = 4  # `cpus_per_worker` of the config
 LINE_WIDTH = 96  # characters
@@ -99,7 +99,7 @@ def _format_image_counts(data_set: DataSet) -> str:
 
 
 def plan_tasks(data_sets: Sequence[DataSet], cards: Sequence[str], name: str) -> list[TaskPlan]:
-    """Return the tasks of a stream, the base task first.
+    """Return the tasks of a stream, the base task (on which the backbone is trained) first.
 
     Several data sets are one task each. If all have the same classes (`are_domains`), none is the
     base task. One data set is divided by its classes (`task_sizes`).

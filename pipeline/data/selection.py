@@ -281,7 +281,7 @@ def find_duplicates(card: Card, rows: pa.Table) -> tuple[NDArray[np.bool_], pa.T
     ordered = rows.take(pa.array(candidates))
     splits = ordered["split"].to_pylist()
     keys = ordered["key"].to_pylist()
-    # split -> content -> key of the first image
+    # split -> integer of the content (`_codes`) -> key of the first image
     first_keys: dict[str, dict[int, str]] = {split: {} for split in SPLITS}
     duplicates = np.zeros(len(rows), bool)
     listed: list[int] = []

@@ -20,7 +20,7 @@ from workers.storage.artifact import Attempt, FileInfo, join, read_bytes, write_
 from workers.storage.parquet import read_table
 
 MIN_GROUP_BYTES = 32 << 20
-MAX_GROUP_BYTES = 512 << 20  # bytes of images that one task reads before it writes them
+MAX_GROUP_BYTES = 512 << 20  # bytes of images that one call of `write_shards` holds in memory
 GROUPS = 32  # approximate number of groups for a data set of medium size
 CLASS_DIGITS = 16  # digits of the sha256 of a class's name in the names of the shards
 MARK_SUFFIX = ".written"  # suffix of the file that marks a finished shard
@@ -34,7 +34,7 @@ class Shard(NamedTuple):
 
 
 class ShardJob(NamedTuple):
-    """Shards that one task writes.
+    """Shards that one call of `write_shards` writes.
 
     Attributes:
         root: Folder or URI of the stages.
@@ -79,9 +79,10 @@ def divide_into_shards(rows: pa.Table, shard_images: int) -> Iterator[Shard]:
 
 
 def group_shards(shards: list[Shard]) -> Iterator[list[Shard]]:
-    """Yield groups of consecutive shards. One task writes a group and holds its images in memory.
+    """Yield groups of consecutive shards.
 
-    Each group reads a range of each pack, so larger groups need fewer requests.
+    One call of `write_shards` writes a group and holds its images in memory. Each call reads one
+    range of each pack, so larger groups need fewer requests.
     """
     sizes = [pc.sum(shard.rows["bytes"]).as_py() for shard in shards]
     most = min(max(sum(sizes) // GROUPS, MIN_GROUP_BYTES), MAX_GROUP_BYTES)
@@ -168,7 +169,7 @@ def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> int:
     return tar.offset - blocks * tarfile.BLOCKSIZE
 
 
-# ---- shards that an interrupted run has written --------------------------------------------------
+# ---- shards that an interrupted ingest has written -----------------------------------------------
 def mark_name(attempt: str, shard: str) -> str:
     """Return the name of a shard's mark in the folder of packs."""
     return f"{attempt}-{shard}{MARK_SUFFIX}"

@@ -27,8 +27,8 @@ from workers.errors import UserError
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
 MAX_CLASSES = 20_000  # a column or a folder with more values is not a set of classes
-MIN_CLASSES = 2  # classes of a new data set
-MIN_IMAGES = 2  # average images per class, if there are many labels
+MIN_CLASSES = 2  # minimum number of classes of a new data set
+MIN_IMAGES = 2  # minimum average number of images per class
 FEW_CLASSES = 50  # up to this number of classes, MIN_IMAGES does not apply
 
 
@@ -40,7 +40,10 @@ class Memory(Protocol):
 
 
 class SourceClasses(NamedTuple):
-    """The classes of a source in order, and the meaning of numeric labels (`Source.numbers`)."""
+    """The classes of a source in order, and the meaning of numeric labels (`Source.numbers`).
+
+    A number is a position in `classes` (`places`) or the name of a class (`names`).
+    """
 
     classes: tuple[str, ...]
     numbers: Numbers | None

@@ -1,7 +1,8 @@
 """Splits of a data set and the words for them in paths and columns.
 
 A *role* is the part of a data set that a word names. For example, `training`, `trn` and
-`entrenamiento` have the role train.
+`entrenamiento` have the role train. A *flag column* marks the images of one split with yes or no,
+for example `is_train`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ GENERIC = words("""set sets data dataset image images img imgs pic pics photo ph
     new old original raw input version v only 集""")
 TRUE_WORDS = frozenset(("1", "true", "yes", "y", "t"))
 FALSE_WORDS = frozenset(("0", "false", "no", "n", "f"))
-# a word in a name: `Train`, `train`, `TRAIN`, a number, two Chinese characters, or the word for set
+# A word in a name: `Train`, `train`, `TRAIN`, a number, two Chinese characters, or the Chinese word
+# for set.
 TOKEN = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+|[\u4e00-\u9fff]{2}|集")
 
 
@@ -135,7 +137,10 @@ def parse_flag_column(column: str) -> Role | None:
 
 
 def is_flag_name(column: str) -> bool:
-    """Return whether a column is called by a split alone: `is_test_image`, but not `pcr_test`."""
+    """Return whether a column name has only split words, generic words, numbers, `is` and `in`.
+
+    An example is `is_test_image`, but not `pcr_test`.
+    """
     plain = normalize_word(column)
     if any(parse_role(plain.removeprefix(start)) for start in ("", "is", "in")):
         return True

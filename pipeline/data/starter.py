@@ -38,7 +38,8 @@ from workers.errors import UserError
 from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets
 
-SCRIPT = "accrete"  # command in written files, however Accrete was started
+# name of the program in written files; it does not depend on how Accrete was started
+SCRIPT = "accrete"
 CONFIG_SUFFIXES = (".yaml", ".yml")
 DATA_SUFFIXES = TABLE_SUFFIXES | IMAGE_SUFFIXES | {TAR_SUFFIX}
 # settings of a source that `init` accepts

@@ -179,7 +179,8 @@ def _csv_rows(uri: str, stream: pa.NativeFile) -> Iterator[Cells]:
         lines = _lines(uri, text)
         for _ in range(start.num_lines):
             next(lines)
-        # `"a.png", "ant"`: without spaces before a quote, the quotes would be a part of the cell
+        # Skip spaces after a delimiter: in `"a.png", "ant"`, the second pair of quotes would
+        # otherwise be a part of the cell.
         skips = start.delimiter != " "
         reader = csv.reader(chain(lines, (END,)), delimiter=start.delimiter, skipinitialspace=skips)
         line = start.num_lines + 1
@@ -219,6 +220,7 @@ class _CsvStart(NamedTuple):
 
 
 def _has_cells(uri: str, line: str) -> bool:
+    """Return whether a line with `#` has several cells: then it is a header, not a comment."""
     return any(delimiter in line for delimiter in DELIMITERS)
 
 

@@ -65,7 +65,8 @@ def build_graph(
     """
     builder = Builder(config, store, provenance or {}, split, ask_sources, sources or {})
     all_tasks = add_tasks(builder)
-    # images without labels are only for pretuning: they are not a task of the accuracy matrix
+    # Images without labels only train the shared steps of methods (pretuning). They are not a task
+    # of the accuracy matrix.
     tasks = [task for task in all_tasks if task.role != "unlabelled"]
     if not tasks:
         raise UserError(
@@ -388,7 +389,8 @@ class MethodStages:
         read_tasks: tuple[Task, ...] = (task,)
         if (method.reads or method.trains_on) == "seen":  # also the data of earlier tasks
             read_tasks = seen
-        # in a chain, the stages with the states of earlier tasks are ancestors of the new stages
+        # In a chain, the stages with the states of earlier tasks are ancestors of the new stages.
+        # Therefore the states exist when the new stages start. In a star, they may not exist yet.
         state_stages: Stages = {}
         if method.carries:
             state_stages = {
@@ -402,6 +404,8 @@ class MethodStages:
         for step in steps:
             step_start = {name: stages[name] for name in awaited[step.name]} or start
             ignored = method.ignored_settings(step.name)
+            # At the first task, `train` does not read these settings, so they must not change the
+            # key. `vars`, because subclasses do not inherit them.
             if step.name == "train" and seen == (task,):
                 ignored |= vars(method).get("later_settings", frozenset())
             data_stages = [f"data/{t.card}" for t in read_tasks]

@@ -44,9 +44,9 @@ FAINT = 0.4  # opacity of faint arrows
 def to_text(graph: Graph, status: Mapping[str, str]) -> str:
     """Return a line for the shared stages and a line per method; `*` marks stages that will run.
 
-    In the line of a method, a task stands for its training stage, and `task/step` for another step.
-    `->` means that the next stage waits for the previous one, as in a chain. `|` means that it does
-    not, as in a star.
+    In the line of a method, the name of a task stands for its training stage, and `task/step` for
+    another stage of the task. `->` means that the next stage waits for the previous one, as in a
+    chain. `|` means that it does not, as in a star.
 
     Args:
         graph: The graph.
@@ -247,7 +247,8 @@ def _corners(graph: Graph, box_h: int, margin_top: int) -> dict[str, Corner]:
             x = MARGIN + column * (BOX_W + GAP_X)
             y = margin_top + row * (box_h + GAP_Y)
             corners[stage.id] = Corner(x, y)
-        if stages[0].method is None:  # shared stages, for example of features, may be beside
+        # shared stages in a column without method stages do not move the methods down
+        if stages[0].method is None:
             used_rows = Counter({column: used_rows[column] for column in method_columns})
         top += max(used_rows.values(), default=0)
     return corners

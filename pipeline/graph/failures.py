@@ -1,4 +1,4 @@
-"""Failure files: the traceback of each failed try of a stage, and the end of the log.
+"""Failure files: the traceback of each failed try of a stage, and the end of the process's log.
 
 Layout: `<storage>/failures/<key of the stage>/<time>-<host>-rank<rank>-<process>.txt`. The time has
 nanoseconds, so that each try has its own file. `gc` deletes the files of stages that have a result,

@@ -63,7 +63,7 @@ class GpuUse:
     Args:
         graph: The graph of the run.
         cluster: Resources of the workers.
-        chains: Number of stages that can run in parallel.
+        chains: Number of chains: how many stages can run in parallel.
         post: Called with the result of `figures` after each sample taken during training. Also
             called with an empty list when the first stage starts to train, because the figures of
             an earlier start of the run are out of date then.

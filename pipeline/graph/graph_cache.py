@@ -2,10 +2,10 @@
 
 Building a graph imports torch, timm and all methods, which takes seconds. The rest of a start takes
 tenths of a second. Therefore a built graph is written to `<storage>/graphs/<digest>.json`. The
-digest covers everything that a graph is built from: the config, the cards, the state of the raw
-data and of the weights file, the code of this project, and the versions of Python and of packages.
-A damaged file, or a file of another graph, is ignored. Jobs (`Stage.job`) are not cached: to run
-stages, the driver builds the graph again.
+digest covers everything that a graph is built from: the config, the cards (descriptions of data
+sets), the state of the raw data and of the weights file, the code of this project, and the versions
+of Python and of packages. A damaged file, or a file of another graph, is ignored. Jobs
+(`Stage.job`) are not cached: to run stages, the driver builds the graph again.
 
 `collect_inputs` computes the digest, `read_graph` reads the cache, and `write_graph` fills it.
 """

@@ -1,7 +1,8 @@
-"""Status of a run, `<storage>/runs/NAME/status.json`: its driver writes it, others read it.
+"""Status of a run, `<storage>/runs/NAME/status.json`, for other processes.
 
-A live driver holds the lock `run-NAME`. The operating system releases the lock when the process
-ends for any reason. Buckets have no locks: there, a recent write shows that the driver is alive.
+The driver of the run writes it. A live driver holds the lock `run-NAME`. The operating system
+releases the lock when the process ends for any reason. Buckets have no locks: there, a recent write
+shows that the driver is alive.
 """
 
 from __future__ import annotations

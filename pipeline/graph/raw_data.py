@@ -57,7 +57,8 @@ class KnownSource:
 
     Attributes:
         fingerprint: Digest of the paths and sizes of the files.
-        modified: Digest of the modification times when the content was last known; "" if unknown.
+        modified: Digest of the modification times that the files had when `edition` was last
+            determined; "" if unknown.
         edition: "" for the first ingested content, else a prefix of the digest of the raw
             content.
         contents: Edition -> digest of the raw content.
@@ -81,10 +82,11 @@ class KnownSource:
 
 
 def find_source(store: Store, card: Card, check_remote: bool = True) -> KnownSource:
-    """List the files of a card's source, save its state in the store, and return it.
+    """List the files of a card's source, save the state of the source, and return this state.
 
     If the files do not exist any more or cannot be reached, the last known state is returned, so
-    that existing results stay valid. Rewritten files get a `note`, but are not read here.
+    that existing results stay valid. If files were rewritten, the state has a `note`; this function
+    does not read them.
 
     Args:
         store: Stores the state of sources.

@@ -85,7 +85,7 @@ def _order_name(orders: Sequence[str], order: str) -> str:
 
 
 def _set_class_order(stream: StreamSettings, order: str) -> StreamSettings:
-    """Return a stream in which the entries with `split` have a class order; "" changes nothing."""
+    """Return a stream whose entries with `split` use a class order. An order "" changes nothing."""
     if not order:
         return stream
     entries = []

@@ -14,7 +14,7 @@ REPORT_REVISION = 4  # part of the key: increase it if the content of the replic
 
 
 def unite_graphs(name: str, graphs: Mapping[str, Graph]) -> Graph:
-    """Return one graph with the stages of all replicas, and one report in place of theirs.
+    """Return one graph with the stages of all replicas, and one report instead of one per replica.
 
     A stage that all replicas share, such as an ingest, keeps its id. The id of any other stage is
     prefixed with the name of the first replica that has the stage.

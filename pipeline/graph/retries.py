@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipeline.config.settings import ClusterSettings  # keeps the start-up fast: pydantic
+    from pipeline.config.settings import ClusterSettings  # importing pydantic takes time
 
 # Number of lost nodes per stage that do not count as tries. Each further loss counts as a try,
 # because the stage may cause the losses.

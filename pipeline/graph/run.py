@@ -37,7 +37,10 @@ Manifests = dict[str, Mapping[str, Any] | None]  # by stage id; None for a stage
 
 
 class Executor(Protocol):
-    """Runs stages and reports events. Stages with the longest path of descendants run first."""
+    """Runs stages and reports events.
+
+    Stages with the longest path of descendants run first. `LocalExecutor` prefers evaluations.
+    """
 
     def submit(self, stage: Stage, depth: int) -> None:
         """Queue a stage.

@@ -56,10 +56,11 @@ class TaskRecord(TypedDict):
     Attributes:
         name: Name of the task.
         card: Name of the card.
-        role: Role of the task: `task` or `base`.
+        role: Role of the task: `task`, `base` or `unlabelled` (see `workers.job.Task`).
         classes: Classes of the task.
         data: Key of the ingest stage of the card.
-        shares: Share of the images of each class that the task has. Only for a slice of a stream.
+        shares: Share of the images of each class that the task has. Only if the setting `slices`
+            divides the images among tasks.
     """
 
     name: str

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from workers.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.data.cards import Card  # start-up time: imports pyarrow
+    from pipeline.data.cards import Card  # importing pyarrow takes time
 
 
 UNKNOWN = "unknown until ingest"  # prefix of the placeholder for the digest of missing images
@@ -26,7 +26,7 @@ class IngestJob:
     """The data set to ingest.
 
     Attributes:
-        card: The card of the data set.
+        card: The card (description) of the data set.
         files: Number and digest of the files of each class. See `raw_data.fingerprint_classes`.
         previous: Key of the last ingest of a card with this name.
     """

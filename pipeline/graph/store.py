@@ -209,8 +209,9 @@ class Store:
     def sweep(self) -> None:
         """Delete temporary files that killed processes of this machine left in a local storage.
 
-        Results are not touched: only records, states of sources and searches, probes, and partial
-        copies of the MLflow database, and folders of Ray Train.
+        These are partial copies of records, of states of sources and searches, and of the MLflow
+        database, and files that test the access to the storage (`.probe-*`). Folders of Ray Train
+        are deleted, too. Results are not touched.
         """
         system, top = resolve(self.storage)
         if not isinstance(system, fs.LocalFileSystem):

@@ -1,4 +1,4 @@
-"""Build the tasks of a stream, and add an ingest stage for each card."""
+"""Build the tasks of a stream, and add an ingest stage for each card (data set description)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ MAX_LISTED_CLASSES = 12  # maximum number of classes that an error message lists
 
 
 def add_tasks(builder: Builder) -> list[Task]:
-    """Add an ingest stage per card, and return the tasks of the stream. The base task is first.
+    """Add an ingest stage per card, and return the tasks of the stream.
+
+    The base task (the task that the backbone has learned) is first.
 
     Raises:
         UserError: If the stream cannot be built from its cards.
@@ -113,7 +115,7 @@ def _check_new_name(path: str, card: Card, loaded: dict[str, Card]) -> None:
 
 
 def _check_roles(tasks: list[Task]) -> None:
-    """Raise `UserError` for two tasks of one name, two base tasks, or two sets without labels."""
+    """Raise `UserError` for two tasks with one name, two base tasks, or two unlabelled tasks."""
     for name, count in Counter(task.name for task in tasks).items():
         if count > 1:
             raise UserError(

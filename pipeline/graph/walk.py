@@ -243,7 +243,7 @@ class Walk:
         return Decision(DecisionKind.RECOMPUTE, stage_id, reason)
 
     def _recompute_parent(self, event: Event) -> Decision | None:
-        """Run the stage with a damaged result again, and let the stage that read it wait for it.
+        """Run the stage with the damaged result again. The stage that read this result waits.
 
         Return None if the result belongs to no stage of the graph, or the reader has no try left.
         """

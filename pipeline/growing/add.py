@@ -166,7 +166,7 @@ def find_changes(
 
 @contextmanager
 def change_lock(config: Config, say: Say) -> Iterator[None]:
-    """Context manager that holds the lock for `add` and `remove` on a run: other commands wait."""
+    """Context manager that holds a lock, so that another `add` or `remove` on this run waits."""
 
     def say_waiting() -> None:
         say(f"another command changes run {config.name}; waiting until it is done")

@@ -42,7 +42,8 @@ class Leftovers:
         run: The current run.
         garbage: Folders with results that no run and no search needs.
         has_records: Whether there are records of earlier states.
-        files: Paths of further files: outdated analyses, states of raw data, and a preview.
+        files: Paths of further files: outdated analyses, states of raw data, and the preview page
+            next to the config.
         tracked: Files and models in MLflow. None if MLflow is not used.
         left: Notes about places that could not be checked.
 

@@ -34,7 +34,7 @@ class SourceImage(NamedTuple):
     """An image of a source.
 
     Attributes:
-        name: Path relative to the source, as in `rejected.csv`.
+        name: Path relative to the source, as in `rejected.csv`, a file that ingest writes.
         group: Split and class.
         digest: sha256 of the bytes in the source. Empty if the bytes were not read.
         stored: sha256 of the bytes in the shards. Empty if no shard contains the image.
@@ -154,7 +154,8 @@ def _match(named: NamedImages, lines: Sequence[str], images: Iterable[SourceImag
             named.names.add(image.name)
         for digest in {image.digest, image.stored} & line_set:
             named.found.add(digest)
-            named.lines.add(image.digest or name)  # an ingest of an earlier version has no digest
+            # the digest is empty if an earlier version of Accrete ingested the image
+            named.lines.add(image.digest or name)
             named.names.add(image.name)
 
 

@@ -137,8 +137,9 @@ def publish_removal(
         model: The folder. It is created if it does not exist.
         removed: Name of the removed task. Empty: none.
         is_pending: Whether the removal still had something to train or delete. If true, the
-            measurements on images in the folder (`REFERENCE` and rules) are compared, too: they
-            depend on the images, even if the task states do not change.
+            measurements in the folder are compared, too: class means of each task (`REFERENCE`) and
+            the accuracy of rules that choose a task (`rules`). They depend on the images, even if
+            the task states do not change.
 
     Returns:
         A sentence about the change. Empty if the folder was up to date.
@@ -167,7 +168,7 @@ def publish_removal(
 
 
 def _list_measurements(bundle: Bundle) -> tuple[str, Any]:
-    """Return the parts of a model that were measured on images: digest of REFERENCE, and rules."""
+    """Return the digest of the file REFERENCE, and the value of `rules`: see `publish_removal`."""
     info = bundle.body["files"].get(REFERENCE)
     return "" if info is None else info["sha256"], bundle.body.get("rules")
 

@@ -86,7 +86,7 @@ class YamlText:
         _get(expected, parents)[last] = value
         node = _child(parent, last)
         if node is not None:
-            # a block collection ends at the end of the last value, not after later comments
+            # `_find_end`, because PyYAML's end of a block collection is after later comments
             start, end = node.start_mark.index, _find_end(node)
             indent = " " * parent.start_mark.column
             text = _wrap_yaml(value).replace("\n", f"\n{indent}")

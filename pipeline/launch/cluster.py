@@ -187,7 +187,7 @@ def start_private(ray: Any, cpus: int) -> None:
 
 
 def quiet() -> dict[str, Any]:
-    """Redirect the messages of raylets to the log of the driver.
+    """Redirect the messages of raylets (Ray's process on each node) to the log of the driver.
 
     Returns:
         The arguments of `ray.init` that suppress its output.

@@ -49,7 +49,7 @@ def make_executor(
 class SharedExecutor:
     """An executor that several walks over a graph use one after another.
 
-    A walk closes the executor that it gets. A walk that others follow therefore gets a view whose
+    A walk closes its executor at its end. Therefore each walk except the last one gets a view whose
     `close` does nothing (`lend`).
 
     Args:

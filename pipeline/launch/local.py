@@ -80,7 +80,7 @@ class LocalExecutor(Executor):
         self.waiting.append(ReadyStage(sys.maxsize if is_evaluation else depth, stage))
 
     def poll(self) -> list[Event]:
-        """Run one stage and return the event of the end; [] if no stage waits.
+        """Run one stage and return the event with its outcome; [] if no stage waits.
 
         Raises:
             Preempted: If this process was preempted before the stage.

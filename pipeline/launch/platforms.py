@@ -34,7 +34,8 @@ MAX_NAME_LENGTH = 40  # KubeRay appends to the name, and the limit of Kubernetes
 DIGEST = 6  # characters of the digest at the end of a name that had to be changed
 MAX_ARRAY_INDEX = 1000  # largest index of a job array in Slurm's default configuration
 SERVING_NODES = (2, 4)  # minimum and maximum number of nodes of a service
-REPLICAS_PER_NODE = 3  # on nodes of a service without GPUs; each replica has one CPU
+# Serving processes of a service per node, if the nodes have no GPUs. Each process has one CPU.
+REPLICAS_PER_NODE = 3
 PAGE = "http://127.0.0.1:8265"  # address of Ray's dashboard
 JOB = f"job submit --address {PAGE} --working-dir ."
 NO_ACCOUNT = "nodes have no role that may use the bucket: name one with --service-account"

@@ -324,9 +324,9 @@ class Queue:
         """Receive an event from a rank.
 
         Progress, checkpoints and samples of the use of the machine are always passed to the driver.
-        An event that ends a
-        stage is ignored if the group does not run this stage any longer: several ranks failed and
-        the first one counts, or the group was abandoned and has not ended yet.
+        An event that ends a stage is ignored if the group does not run this stage any longer. This
+        happens if several ranks failed (only the first event counts), or if the group was abandoned
+        and has not ended yet.
 
         Args:
             group: Number of the group.

@@ -18,7 +18,7 @@ class QueueActor(DriverRegistration, Queue):
         return len(ray_internals.list_waiting_placement_groups())
 
     def release_orphans(self) -> None:
-        """Remove the placement groups of worker groups whose controllers were killed."""
+        """Remove the placement groups of worker groups whose Ray Train controller was killed."""
         from ray.util import remove_placement_group  # slow, but loaded in every actor
 
         for placement_group in ray_internals.list_orphaned_placement_groups():

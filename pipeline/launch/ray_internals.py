@@ -29,9 +29,9 @@ HEAD_REQUEST = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 def listen_on_loopback() -> Iterator[None]:
     """Context manager in which Ray starts processes that listen only on 127.0.0.1.
 
-    For a private cluster, which a run starts for itself on this machine: no other node needs its
-    ports, and its metrics endpoints require no token. By default, Ray also binds the rendezvous of
-    torch.distributed to all addresses.
+    This is for a private cluster, which a run starts for itself on this machine. No other node
+    needs its ports, and its metrics endpoints require no token, so other machines must not reach
+    them. By default, Ray also binds the rendezvous of torch.distributed to all addresses.
     """
     variable_before = os.environ.get(ALLOW_OTHER_NODES_VARIABLE)
     constants: Any = sys.modules.get("ray._private.ray_constants")

@@ -37,7 +37,8 @@ class Speed(NamedTuple):
 
     Attributes:
         train_s: Seconds in a training step, including the time to read the image.
-        forward_s: Seconds in a forward pass without gradients, including the time to read it.
+        forward_s: Seconds in a forward pass without gradients, including the time to read the
+            image.
         source: Origin of the numbers, as text for the user.
     """
 

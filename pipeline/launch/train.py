@@ -143,7 +143,8 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     cores = count_rank_cores(ray, config["gpus"], config["threads"])
     rank = dist.Group(context.get_world_rank(), context.get_world_size(), device, cores)
     if rank.world > 1:
-        # NCCL keeps Ray's longer timeout, because NCCL ends the process without a message.
+        # Only for gloo. NCCL keeps Ray's longer timeout, because NCCL ends the process without a
+        # message when its timeout expires.
         torch_internals.limit_host_waits(dist.WAIT_S)
     queue = config["queue"]
     group = config["group"]
@@ -160,7 +161,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
 
 
 def count_rank_cores(ray: Any, gpus: float, cpus: int) -> int:
-    """Return the number of cores of this node for each rank, if it runs as many ranks as fit.
+    """Return the cores of this node divided by the largest number of ranks that fit on the node.
 
     It can be larger than `cpus`, the number that the rank reserves.
 

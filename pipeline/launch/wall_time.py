@@ -63,6 +63,7 @@ def wall_time(
     """
     walk = Walk.over(graph, [stage.id for stage in graph if stage.id not in todo], retries=0)
     ready = ReadyQueue()
+    # one clock for stages with their own GPUs, one for stages that share GPUs
     alone, shared = Clock(), Clock()
     now = 0.0
     while not walk.ended:

@@ -1,1 +1,1 @@
-"""Reports for people: pages, tables and plots, read from the store and never from a live run."""
+"""Reports for people: pages, tables and plots, made from the store and never from a live run."""

@@ -85,7 +85,7 @@ class Analysis:
     """The results of an analysis.
 
     Attributes:
-        parts: Name -> part of the section in the report.
+        parts: Name -> part of the analysis section of the report.
         attention: Rows of `attention_rows` for all methods and tasks.
         robustness: Rows of `measure_robustness` and `measure_shifted_accuracy` for all methods and
             tasks.
@@ -257,7 +257,9 @@ def select_method_rows(rows: Sequence[Row], run: FinishedRun, label: str) -> lis
 def build_attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> AnalysisPart:
     """Build the table and picture of attention.
 
-    The table has one line per method: its accuracy, and means over tasks, heads and images.
+    The table has one line per method: its accuracy, and the entropy, distance and scale of its
+    attention (see `attention_rows`), averaged over tasks and heads. `uniform` is the entropy of
+    uniform attention.
     """
     body = []
     for run, label, name in named_methods(runs):

@@ -40,7 +40,7 @@ class ListedPicture(TypedDict):
 
 
 class AnalysedRun(TypedDict):
-    """An analysed run: its name, and its evaluations as stage id -> key."""
+    """An analysed run: its name, and the id and key (content address) of each evaluation stage."""
 
     run: str
     evaluations: dict[str, str]
@@ -79,7 +79,7 @@ class AnalysisPart:
 
 
 def identify_results(record: RunRecord) -> AnalysedRun:
-    """Return the name of a run and the keys of the evaluations."""
+    """Return the name of a run and the keys of its evaluation stages."""
     keys: dict[str, str] = {}
     for stage in record["stages"]:
         if stage["step"] == "evaluate":
@@ -92,8 +92,8 @@ def build_files(
 ) -> dict[str, bytes]:
     """Build the files of an analysis and LIST_FILE, which lists all parts.
 
-    The files belong in the folder of the first run. Parts of earlier analyses stay listed if they
-    are current.
+    The caller must write the files into the folder of the first run. Parts of earlier analyses
+    stay listed if they are current.
 
     Args:
         parts: Name -> new part.

@@ -1,4 +1,8 @@
-"""Figures for `accrete analyse`: attention, heads and robustness."""
+"""Figures for `accrete analyse`: attention, heads and robustness.
+
+A card describes a data set. Here it is the source of images: `shifted` robustness is the accuracy
+on images of the same classes from another card.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +85,7 @@ def _mark_uniform(axes: Axes, value: float) -> None:
 
 
 def draw_robustness(rows: Sequence[Row]) -> Figure:
-    """Draw accuracy against occluded share of the image, FGSM strength, and card.
+    """Draw accuracy against occluded share of the image, FGSM strength, and source of the images.
 
     There is one panel per kind of measurement. Kinds without rows are omitted.
 
@@ -126,8 +130,11 @@ def describe_level(row: Row) -> str:
 def draw_heads(rows: Sequence[Row]) -> Figure:
     """Draw accuracy against the number of heads.
 
-    Each method of a run is a point. Each family (methods with the same label and kind of context)
-    has a line through its means.
+    Each method of a run is a point. Each family (methods with the same label and the same
+    `backbone.context.kind`) has a line through its means.
+
+    Args:
+        rows: Rows of `pipeline.report.analyse.make_heads_rows`.
     """
     figure, (axes,) = new_figure(5.4, 3.9)
     style_axes(axes, "Accuracy against number of heads", "heads", "average accuracy")

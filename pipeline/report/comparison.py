@@ -107,7 +107,7 @@ class RunGroup:
 class ComparedMethod:
     """A method of a group, evaluated on the tasks that all compared runs share.
 
-    A seed is a key of `RunGroup.runs`, which can also be the name of a replica.
+    In this class, `seed` means a key of `RunGroup.runs`: the seed of a run, or a replica's name.
 
     Attributes:
         name: Name of this entry in tables.
@@ -370,8 +370,9 @@ class Comparison:
     def differ(self, entry: ComparedMethod, other: ComparedMethod, metric: str) -> bool:
         """Return whether the means of two entries differ by more than the noise.
 
-        Only seeds that both entries have are compared. Accuracies of a single seed never differ by
-        more than the noise, because one seed does not show the noise.
+        Only seeds that both entries have are compared. With bootstrap draws, `intervals.differ`
+        decides. Otherwise, Student's t interval of the differences must exclude zero. Accuracies of
+        a single seed never differ by more than the noise, because one seed does not show the noise.
         """
         values = entry.values(metric)
         base = other.values(metric)
@@ -382,7 +383,7 @@ class Comparison:
         if not differences or any(map(math.isnan, differences)):
             return False
         if len(set(differences)) == 1:
-            # Sizes do not vary with the seed: a difference is real, even with a single seed.
+            # Sizes do not vary with the seed, so any difference of sizes is real, even with one.
             return differences[0] != 0 and not _is_rate(metric)
         return t_interval(differences).excludes_zero
 

@@ -1,4 +1,4 @@
-"""Compare runs of a store and files of results: as a page, as CSV, and as text. See `compare`.
+"""Compare runs of a store and results files: as a page, as CSV, and as text. See `compare`.
 
 Modules that import matplotlib or torch are imported inside functions, so that mistakes in the
 input are reported before the slow imports.

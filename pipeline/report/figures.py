@@ -17,8 +17,8 @@ from pipeline.report.samples import sample_image
 from pipeline.results.masks import MaskView, load_mask_view
 from pipeline.results.tables import PickCounts, Row, RunTables
 
-# maximum number of tasks in a picture of token masks; of longer streams evenly spaced tasks are
-# shown, with the first and the last
+# Maximum number of tasks in a picture of token masks. Of longer streams, the first, the last and
+# evenly spaced tasks are shown.
 MAX_ROWS = 8
 
 

@@ -80,7 +80,7 @@ def format_value(value: Any, kind: str) -> str:
 
     Args:
         value: The number. None and NaN give NO_VALUE.
-        kind: Unit of the number: `rate`, `bytes`, `times`, `count` or `seconds`.
+        kind: Unit of the number: `rate`, `bytes`, `times` (a factor), `count` or `seconds`.
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return NO_VALUE

@@ -21,7 +21,7 @@ MAX_EVENTS = 40  # number of latest events to print without --all
 MAX_TRIES = 3  # number of latest failed tries to print without --all
 LONGEST_LINE = 2 * MAX_TEXT  # maximum characters of a line for an event
 MAX_NAMES = 8  # maximum number of stages that an error message lists
-DECISION = "decision_"  # prefix of events of the walk's decisions, such as `decision_fail`
+DECISION = "decision_"  # prefix of events that record a decision of the scheduler
 ROUTINE = ("progress", "decision_launch")  # kinds of events that the log of a run omits
 
 

@@ -2,7 +2,8 @@
 
 A look is one pass of an image through the network. A method with top-down feedback (TOAST) has two:
 the first look selects patches, and the selection steers the second look. The data are
-`workers.analysis.Maps`.
+`workers.analysis.Maps`. There are two kinds of maps: `looks` (attention) and `selected` (the
+selection).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from pipeline.report.mask_plots import spaced_indices
 from pipeline.report.plots import DPI, INK
 from workers.analysis import Maps
 
-# maximum number of tasks in a picture; of longer streams evenly spaced tasks are shown, with the
-# first and the last
+# Maximum number of tasks in a picture. Of longer streams, the first, the last and evenly spaced
+# tasks are shown.
 MAX_TASKS = 8
 # lengths in pixels
 CELL = 144  # side of an image
@@ -128,7 +129,7 @@ class Sheet:
 def _titles(entries: Sequence[tuple[str, Maps]]) -> list[str]:
     """Return the titles of all maps, in the order of the columns.
 
-    The order is: first look, selection, second look, other blocks.
+    The order with feedback is: first look, selection, second look, other blocks.
     """
     distinct: dict[str, None] = {}
     for _, maps in entries:

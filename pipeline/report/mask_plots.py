@@ -41,8 +41,8 @@ from pipeline.results.masks import (
 )
 
 MAX_KINDS = 5  # maximum number of kinds of masks, each of which has a panel
-MAX_NAMED = 10  # maximum number of tasks in a legend; of more tasks, evenly spaced ones are listed
-# colours of patches without an image
+MAX_NAMED = 10  # maximum number of tasks in a legend; longer lists are thinned out evenly
+# colours of kept and dropped patches, if there is no image to draw them on
 KEPT = "#56B4E9"
 DROPPED = "#22303c"
 SHARES = PercentFormatter(1, decimals=0)

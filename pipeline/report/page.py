@@ -192,9 +192,10 @@ def _best_values(rows: Sequence[Row], columns: Sequence[Metric]) -> dict[str, st
 
 # ---- one method ----------------------------------------------------------------------------------
 def get_method_summary(tables: RunTables, label: str) -> dict[str, Any]:
-    """Return `text` (a summary as HTML), `carries` and `paper` of a method.
+    """Return `text` (a summary as HTML), and `carries` and `paper` (see `Method`) of a method.
 
-    If the method is not installed, for example one of a plugin, only `text` is returned, and is "".
+    If the method is not installed, for example a method of a plugin, the result has only an empty
+    `text`.
     """
     method = METHODS.get(tables.method(label))
     if method is None:

@@ -244,7 +244,7 @@ def format_caption(comparison: Comparison) -> list[str]:
 
 
 # ---- budgets -------------------------------------------------------------------------------------
-BUDGET_COLUMNS = {
+BUDGET_COLUMNS = {  # field of `TrainingBudget` -> (heading, unit for `format_value`)
     "epochs": ("epochs a task", "count"),
     "images": ("images trained on", "count"),
     "device_s": ("device-seconds", "seconds"),

@@ -18,9 +18,9 @@ from pipeline.report.plots import (
 )
 from pipeline.results.tables import Row
 
-COLUMN_INCHES = 0.9
+COLUMN_INCHES = 0.9  # width of a column of the table
 MIN_INCHES, MAX_INCHES = 6.0, 14.0  # width of the figure
-PART_INCHES = 3.2  # height of a part
+PART_INCHES = 3.2  # height of the panel of a part
 
 
 def draw_cells(title: str, cells: Sequence[Row]) -> Figure:
@@ -28,7 +28,8 @@ def draw_cells(title: str, cells: Sequence[Row]) -> Figure:
 
     Args:
         title: Title of the figure.
-        cells: Rows with `part`, `row`, `column`, `value` and `paper`, in %; NaN if unknown.
+        cells: Rows with `part` (part of the table, which has its own panel), `row`, `column`, and
+            `value` (ours) and `paper` in %; NaN if unknown.
     """
     parts = list(dict.fromkeys(str(cell["part"]) for cell in cells))
     columns = list(dict.fromkeys(str(cell["column"]) for cell in cells))

@@ -36,7 +36,7 @@ EMPTY = "#f1f3f4"
 SEQUENTIAL = "YlGnBu"
 DPI = 150
 MAX_SLANTED = 12  # maximum number of horizontal or slanted x labels; more labels are vertical
-MAX_SPANS = 12  # maximum number of span labels in a panel; of more spans every n-th has a label
+MAX_SPANS = 12  # maximum number of labels of `mark_spans`; of more spans, every n-th has one
 MAX_MARKERS = 12  # per line
 MAX_DOTTED = 60  # maximum number of epochs for which curves have a dot per epoch
 LETTER_INCHES = 0.065  # approximate width of a letter at 7.5 points
@@ -318,7 +318,8 @@ def draw_averages(matrices: Sequence[Matrix]) -> Figure:
             values = [row[metric] for row in matrix.over_time[: matrix.finished]]
             positions = []
             for position, task in enumerate(matrix.tasks[: matrix.finished]):
-                # A method may not be evaluated on the base task, so positions can differ.
+                # Some methods are not evaluated on the base task (on which the backbone was
+                # trained), so the position of a task can differ between methods.
                 if task in tasks:
                     position = tasks.index(task)
                 positions.append(position)

@@ -74,7 +74,7 @@ def watch(name: str, storage: str, with_all: bool) -> None:
     Args:
         name: Name of the run.
         storage: Storage of the run.
-        with_all: As for `status_text`.
+        with_all: See `status_text`.
     """
     is_terminal = sys.stdout.isatty()
     last: tuple[StageStatus, ...] | None = None
@@ -197,7 +197,7 @@ def headline(run: RunStatus) -> str:
     """Return the state of a run in one sentence.
 
     The sentence ends with the command that resumes the run. There is no command if the run is
-    running or finished, if it has failed, or if the status file has none.
+    running or finished, if it has failed, or if the status file of the driver has no command.
     """
     driver = run.driver
     if driver is None or run.state == "finished":

@@ -40,7 +40,12 @@ def sample_image(tables: RunTables, task: str) -> NDArray[np.uint8] | None:
 
 
 def _crop_center(image: NDArray[np.uint8], share: float) -> NDArray[np.uint8]:
-    """Return the center crop of evaluation, resized to SIDE by nearest neighbour."""
+    """Return the center crop of evaluation, resized to SIDE by nearest neighbour.
+
+    Args:
+        image: Image (SIDE, SIDE, 3).
+        share: Side of the crop divided by the side of the image.
+    """
     inner = max(1, round(SIDE * share))
     start = (SIDE - inner) // 2
     index = start + np.arange(SIDE) * inner // SIDE

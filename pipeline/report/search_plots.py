@@ -226,7 +226,8 @@ def draw_parallel(search: SearchRecord, varied: Sequence[Parameter]) -> Figure:
     scale = _accuracy_scale(trials, standing)
     low = min([*standing.values(), scale.vmin or 0.0])
     high = max([*standing.values(), scale.vmax or 0.0])
-    # The last axis is drawn like that of a parameter. Trials without an accuracy do not reach it.
+    # The accuracy is drawn as the last axis, like the axis of a parameter. The lines of trials
+    # without an accuracy end before this axis.
     accuracy = Parameter("", "accuracy", "", "", (), low=low, high=high)
     figure, (axes,) = new_figure(10.4, 4.6)
     lines = _line_heights(varied, trials)

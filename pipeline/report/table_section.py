@@ -24,7 +24,8 @@ def render_table_of_tasks(comparison: Comparison) -> Markup:
     table = paper.accuracy_table(comparison)
     return render_markup(
         "table_of_tasks.html",
-        caption=paper.format_caption(comparison)[1],  # on replicas; the template has the others
+        # the sentence about replicas; the template contains the other sentences
+        caption=paper.format_caption(comparison)[1],
         has_intervals=bool(comparison.draws),
         heading=["method", *table.heading],
         rows=paper.html_rows(table),

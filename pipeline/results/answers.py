@@ -41,7 +41,9 @@ class RightAnswers:
 
 @dataclass(frozen=True)
 class Stratum:
-    """Test images that are drawn together, because in every replica they are all in one task.
+    """A stratum of the bootstrap: test images that are all in one task, in every replica.
+
+    Each draw resamples the images within a stratum, so the number of images of a task is constant.
 
     Attributes:
         rows: Replica -> index of the task in the stream of this replica, and positions (images,) of
@@ -79,7 +81,7 @@ def right_answers(run: RunTables, label: str, tasks: Sequence[str]) -> RightAnsw
                 continue
             rows = table.filter(pc.equal(table["task"], task))
             keys = rows["key"].to_pylist()
-            # by key, so that the order is the same after every task and in every replica
+            # sorted by key, so that the order is the same after every task and in every replica
             order = sorted(range(len(keys)), key=keys.__getitem__)
             task_images = [(str(run.task(task).get("data", "")), keys[row]) for row in order]
             if t == i:
@@ -94,10 +96,10 @@ def right_answers(run: RunTables, label: str, tasks: Sequence[str]) -> RightAnsw
 def find_strata(
     images: Mapping[str, Sequence[Sequence[ImageId]]], rng: np.random.Generator, draws: int
 ) -> list[Stratum]:
-    """Group test images that share a task in every replica, and draw from each group.
+    """Group test images that share a task in every replica into strata, and draw from each.
 
-    With one class order, each task is a group. With several, a task of one replica may be split
-    over several groups.
+    With one class order, each task is a stratum. With several class orders, a task of one replica
+    may be split over several strata.
 
     Args:
         images: Replica -> images of each task.

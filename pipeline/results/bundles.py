@@ -1,4 +1,8 @@
-"""Model folders: bundles that serve all tasks of one method of a finished run."""
+"""Model folders: bundles that serve all tasks of one method of a finished run.
+
+The state of a task is what the method stores to serve the task. A card describes the data set of a
+task.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +28,8 @@ from workers.storage.regular_file import read_regular, write_named_file
 def build_run_bundle(graph: Graph, store: Store, label: str) -> Bundle:
     """Build the bundle that serves all tasks of a method.
 
-    The bundle has the model that the last evaluation of the method loads, and the states of all
-    tasks.
+    The bundle has the model that the last evaluation stage of the method loads, and the states of
+    all tasks.
 
     Args:
         graph: Graph of the run.
@@ -57,8 +61,8 @@ def build_run_bundle(graph: Graph, store: Store, label: str) -> Bundle:
 def _find_limits(store: Store, tasks: Iterable[Task]) -> ImageLimits:
     """Return limits that fit the images of all tasks.
 
-    They are the largest `max_pixels` and the common range of values. Data that are not in the store
-    are skipped. Without any data, the default limits are returned.
+    These are the largest `max_pixels` and the common value range. Data sets that are not in the
+    store are skipped. Without any data set, the default limits are returned.
 
     Raises:
         UserError: If two cards have different values of `source.range`.
@@ -168,7 +172,8 @@ def remove_task(folder: str, task: str) -> str:
         task: Name of the task.
 
     Returns:
-        A note about remaining traces of the task and about deleted versions, or "".
+        A note, or "". It says that weights that the task shares with others keep the changes from
+        its training, and which earlier versions of the folder were deleted.
 
     Raises:
         UserError: If the task is missing or the only one, or other tasks need its state.

@@ -50,7 +50,10 @@ class Results:
 
     @property
     def tasks(self) -> list[str]:
-        """All tasks of the run, in stream order. A method may not be evaluated on the base task."""
+        """All tasks of the run, in stream order.
+
+        Some methods are not evaluated on the base task, on which the backbone was trained.
+        """
         return [task["name"] for task in self._first.record["tasks"]]
 
     @property

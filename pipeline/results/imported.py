@@ -23,7 +23,7 @@ class ImportedMethod:
         method: Name of the method.
         tasks: Names of the tasks, in stream order.
         correct: Numbers of correct predictions (T, T), or accuracies; NaN if missing.
-        total: Numbers of test images (T, T), or ones for accuracies; NaN if missing.
+        total: Numbers of test images (T, T), or 1 for accuracies; NaN if missing.
         sizes: Rows like those of `RunTables.sizes`.
     """
 

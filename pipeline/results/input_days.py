@@ -1,7 +1,8 @@
 """Counts of the inputs of a model folder by day and task, and shifts away from the test images.
 
-Inputs are the images that `predict` and `serve` classified with the model. Distances are those of
-an image to the nearest class mean. Start with `read_inputs`.
+Inputs are the images that `predict` and `serve` classified with the model. A class mean is the mean
+feature of the training images of a class. Distances are from the feature of an image to the nearest
+class mean of the task. Start with `read_inputs`.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def exceeds(expected: float, count: int, measured: int, test_images: int) -> boo
         expected: Share of test images beyond the distance.
         count: Number of inputs beyond the distance.
         measured: Number of measured inputs. Below MIN_INPUTS the result is False.
-        test_images: Number of test images that the distance was estimated on.
+        test_images: Number of test images. The distance is a quantile of their distances.
     """
     if measured < MIN_INPUTS or not test_images:
         return False

@@ -136,7 +136,7 @@ def load_masks(tables: RunTables, label: str, task: str) -> dict[str, NDArray[np
 
 
 def _display_masks(tables: RunTables, label: str, state: TaskState) -> dict[str, Tensor]:
-    # a method that is not installed: the base class returns the boolean masks of the state
+    # For a method that is not installed, the base class returns the boolean masks of the state.
     method = METHODS.get(state.method, Method)
     return method.display_masks(state, tables.carried(label, state.task))
 

@@ -1,8 +1,12 @@
-"""Figures that were measured with the shipped configs, in `configs/measured.csv`.
+"""Values that were measured with the shipped configs, in `configs/measured.csv`.
 
-A measurement is one method of a run: its accuracy matrix as counts, its sizes, and where it comes
-from. The tables of the documents are generated from it: `rewrite_tables` replaces the lines between
-`<!-- measured: CONFIG columns=... -->` and `<!-- end -->`. `accrete measure` does both.
+A measurement contains the results of one method of a run: its accuracy matrix as counts, its sizes,
+and its provenance. The tables of the documents are generated from the measurements:
+`rewrite_tables` replaces the lines between `<!-- measured: CONFIG columns=... -->` and
+`<!-- end -->`. `accrete measure` records measurements and generates the tables.
+
+A revision is a number in the code that is increased if results change. A measurement is outdated
+if the revisions in the code are different now.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ EXPECTED = re.compile(
 )
 OUTDATED = "outdated"
 COLUMNS = ("tasks", "average", "last", "incremental", "forgetting", "bytes", "growth", "CPU")
-# Name of a method -> the revisions that all methods have, as text, and the method's own.
+# Name of a method -> (revisions of the code that all methods use, as text; its own revision).
 Revisions = Mapping[str, tuple[str, int]]
 
 
@@ -45,21 +49,22 @@ class Measurement:
         overrides: Settings that differ from the config, as for `--set`, separated by spaces.
         label: Label of the method.
         method: Name of the method.
-        replica: Class order of the run, or "" for that of the config.
+        replica: Name of the class order of the run; "" if the config does not set `orders`.
         seed: Seed of the run.
         revisions: Revisions of the code that all methods use, such as `training 6, decoding 2`.
         method_revision: Revision of the method.
         commit: Git commit of the code.
-        date: Day of the last stage.
+        date: Day on which the last stage was computed.
         device: Device that trained.
-        cpu_seconds: CPU time of the method's own stages: that of rank 0, times the number of
+        cpu_seconds: CPU time of the method's own stages: the time of rank 0, times the number of
             ranks. Stages that methods share, such as features, are left out.
         bytes_per_task: Average size of the state of a task in bytes.
-        carried_bytes: Size of the state that is carried to a next task, in bytes.
+        carried_bytes: Size of the state that the last task carries to a next task, in bytes.
         growth: All stored bytes divided by those of the backbone.
         trained_parameters: Largest number of parameters that are trained for a task.
         tasks: Names of the tasks, separated by spaces.
-        matrix: Accuracy matrix: rows separated by `;`, entries `CORRECT/TOTAL` by spaces.
+        matrix: Lower triangle of the accuracy matrix: rows separated by `;`, entries
+            `CORRECT/TOTAL` separated by spaces.
     """
 
     config: str
@@ -122,7 +127,7 @@ def make_measurements(
         overrides: See `Measurement`.
         replica: See `Measurement`.
         tables: Results of the run.
-        current: Name of a method -> its revisions in the code.
+        current: See `rewrite_tables`.
 
     Raises:
         UserError: If a stage of the run is not finished.
@@ -166,7 +171,7 @@ def make_measurements(
 
 
 def _whole_or_nan(value: float | None) -> float:
-    """Return a number of bytes without a fraction."""
+    """Round a number of bytes to a whole number; NaN if it is unknown."""
     return math.nan if value is None or math.isnan(value) else round(value)
 
 
@@ -207,14 +212,15 @@ def _format_value(value: Any) -> str:
 def rewrite_header(
     config: str, text: str, measurements: Sequence[Measurement], current: Revisions
 ) -> str:
-    """Return a config with the measured figures in its header.
+    """Return a config with the measured values in its header.
 
-    The config of a method has a line for each stream: `# STREAM  average accuracy ...`. Another
-    config has them in the entry `expected`, unless it refers to another document.
+    The config of a method (in `configs/methods`) has a line for each stream: `# STREAM  average
+    accuracy ...`. Any other config has the values in the entry `# expected`. This entry is kept if
+    it has other text, for example the name of a document.
 
     Args:
         config: Path of the config from `configs`, without `.yaml`.
-        text: The content of its file.
+        text: The content of the config file.
         measurements: All measurements.
         current: See `rewrite_tables`.
     """
@@ -238,7 +244,7 @@ def rewrite_header(
 
 
 def _describe_seeds(measurements: Sequence[Measurement], current: Revisions) -> str:
-    """Return the average accuracy of a method with each seed, its forgetting and its time."""
+    """Return the average accuracy with each seed, and forgetting and CPU time of the first seed."""
     first = measurements[0]
     averages = ", ".join(f"{100 * one.values['average_accuracy']:.1f}" for one in measurements)
     seeds = ", ".join(str(one.seed) for one in measurements)
@@ -324,15 +330,16 @@ def rewrite_tables(text: str, measurements: Sequence[Measurement], current: Revi
 def format_table(spec: TableSpec, measurements: Sequence[Measurement], current: Revisions) -> str:
     """Return a table in Markdown, best average first, with a line that says how it was measured.
 
-    With several seeds, the average has a value for each; the other cells are those of the first.
+    With several seeds, the average accuracy has a value for each seed. The other cells are values
+    of the first seed.
 
     Args:
-        spec: What the table shows.
+        spec: Measurements and columns of the table.
         measurements: All measurements.
         current: See `rewrite_tables`.
 
     Raises:
-        UserError: If nothing fits the spec.
+        UserError: If no measurement fits the spec.
     """
     by_label: dict[str, list[Measurement]] = {}
     for one in sorted(measurements, key=lambda one: one.key):

@@ -59,8 +59,8 @@ MAX_NAMES = 8  # maximum number of runs that an error message lists
 class MethodAccuracy(NamedTuple):
     """The average accuracy of a method after its last finished task.
 
-    For a run with several seeds or class orders, it is the mean over the replicas. It is None if
-    one of them has no readable record, no finished task, or damaged results.
+    For a run with several seeds or class orders, the accuracy is the mean over the replicas. It is
+    None if a replica has no readable record, no finished task, or damaged results.
     """
 
     label: str
@@ -100,14 +100,14 @@ class StageStatus:
         label: Label of the method, or None.
         task: Name of the task, or None.
         key: Key of the result.
-        state: While the driver is alive, a `StageState`. Afterwards, a stage with a result is
-            `done` or `reused`; any other is `failed`, `blocked`, `interrupted` if it has a
-            checkpoint, or else `missing`.
-        where: The process that runs or ran the stage.
+        state: While the driver is alive, a `live_status.StageState`. Afterwards, a stage with a
+            result is `done` or `reused`. A stage without a result is `failed` or `blocked` if the
+            driver wrote so, else `interrupted` if it has a checkpoint, else `missing`.
+        where: Process or worker group, machine and GPU that run or ran the stage, as text.
         since_s: Seconds in this state; None if unknown, or if the driver is not alive.
         wall_s: Duration in seconds; None if unknown.
         tries: Number of failed tries.
-        message: Why the stage failed or waits again.
+        message: Why the stage failed, or why it waits for another try.
         progress: Progress report of a running stage.
         is_saved: Whether no process runs the stage and the next run resumes from its checkpoint.
     """

@@ -1,4 +1,8 @@
-"""Locations of the shards of a card, as URLs with braces for WebDataset."""
+"""Locations of the shards of a card, as URLs with braces for WebDataset.
+
+A card describes a data set. Ingest reads the data set and writes shards, unless the card uses
+existing shards in place.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _list_events(data: bytes) -> Iterator[RunEvent]:
 
 
 def find_failures(storage: str) -> dict[str, list[str]]:
-    """Return key of a stage -> names of the files of the failed tries, oldest first."""
+    """Return key of a stage -> names of the files of its failed tries, oldest first."""
     files: dict[str, list[str]] = {}
     for path in sorted(list_files(join(storage, failures.FOLDER))):
         key, _, file = path.partition("/")

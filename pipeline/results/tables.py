@@ -43,10 +43,10 @@ Row = dict[str, Any]
 # evaluation row. `top5`: the true class is among the five largest logits. `task_aware`: the
 # prediction is correct if the model chooses among the outputs of the task only.
 EXTRA_COUNTS = {"top5": "correct_top5", "task_aware": "correct_task_aware"}
-TOP_CLASSES = 5
-# columns of `RunTables.sizes` other than bytes
+TOP_CLASSES = 5  # number of guesses that count for the top-5 accuracy
+# columns of `RunTables.sizes` that are not numbers of bytes
 NOT_BYTES = ("label", "after_index", "after", "role", "growth", "trained_parameters", "flops_share")
-STATE_KINDS = ("masks", "tokens", "head", "copies")
+STATE_KINDS = ("masks", "tokens", "head", "copies")  # parts of a `TaskState`
 
 
 class PickCounts(NamedTuple):
@@ -226,7 +226,8 @@ class RunTables:
     def stages(self, label: str, task: str) -> list[StageRecord]:
         """Return the stages in which a method learns `task`, in order, without `evaluate`.
 
-        If a method does not train on the base task, the result for that task is the backbone stage.
+        The base task is the task on which the backbone was trained. If a method does not train on
+        the base task, the result for that task is the backbone stage.
         """
         learning = []
         backbone = []
@@ -553,9 +554,9 @@ class RunTables:
         }
 
     def _further_metrics(self, label: str, matrix: Matrix, with_classes: bool) -> dict[str, float]:
-        """Return the metrics that do not follow from the accuracy matrix of the method alone.
+        """Return the metrics that cannot be computed from the accuracy matrix of the method alone.
 
-        A metric is left out if what it needs was not measured.
+        A metric is left out if the values that it needs were not measured.
         """
         values = {}
         by_class: dict[tuple[str, str], list[Row]] = {}
@@ -588,8 +589,8 @@ class RunTables:
     def class_rows(self, label: str) -> list[Row]:
         """Return a row for each class of each task: correct predictions and test images at the end.
 
-        They are counted after the last finished task. Tasks whose predictions cannot be read are
-        left out. The predictions are read once.
+        The predictions are counted after the last finished task. Tasks whose predictions cannot be
+        read are left out. The rows are cached.
         """
         if label not in self._classes:
             self._classes[label] = self._read_classes(label)
@@ -611,7 +612,15 @@ class RunTables:
         return rows
 
     def _count_classes(self, label: str, task: str, table: pa.Table | None) -> list[Row]:
-        """Return the rows of `class_rows` for one task. `table`: the predictions."""
+        """Return the rows of `class_rows` for one task.
+
+        In scenario `class`, labels in the table are indices into the classes of all tasks so far.
+
+        Args:
+            label: Label of the method.
+            task: Name of the task.
+            table: The predictions; None if they cannot be read.
+        """
         if table is None:
             return []
         own = table.filter(pc.equal(table["task"], task))
@@ -778,7 +787,8 @@ class RunTables:
         predictions = rows["prediction"].to_numpy()
         highest = max(labels.max(), predictions.max())
         names = list(self.task(task)["classes"])
-        if highest >= len(names):  # then labels are indices into the classes of all tasks so far
+        # Larger labels occur if labels are indices into the classes of all tasks so far.
+        if highest >= len(names):
             order = self.tasks(label)
             names = []
             for learned in order[: order.index(after) + 1]:
@@ -873,7 +883,7 @@ class RunTables:
     def _left_out(self, stage_id: str) -> str:
         """Return a sentence on the images that an ingest stage omitted, or "".
 
-        Images above the configured limit are not mentioned.
+        Images that were omitted because of the limit `per_class` are not mentioned.
         """
         artifact = self.artifacts.get(stage_id)
         data = self.read(artifact, REJECTED_CSV)
@@ -946,7 +956,7 @@ class RunTables:
                     "step": stage["step"],
                 }
                 tables["histories"] += [columns | row for row in self.history(stage["id"])]
-        # Last: reading the tables above may add problems.
+        # The warnings come last, because reading the tables above may add to `problems`.
         tables["warnings"] = self.warnings()
         return {name: rows for name, rows in tables.items() if rows}
 

@@ -118,7 +118,7 @@ class StageInfo(NamedTuple):
         label: Label of the method. For stages without a method, it equals `step`.
         step: Name of the step.
         task: Name of the task; "" for a stage without a task.
-        inputs: Inputs of the stage's key. `train` contains the training settings, if it trains.
+        inputs: Inputs of the stage's key. If the stage trains, `train` contains its settings.
         length: Length of the training, if it is known.
     """
 
@@ -139,7 +139,8 @@ def group_steps(stages: Iterable[StageInfo]) -> list[StepTraining]:
         configured = stage.inputs.get("train")
         if not configured:
             continue
-        # settings that are newer than the record get the values that give the same results
+        # Settings that did not exist when the record was written get their neutral values, which
+        # keep the behaviour of that time.
         train = TrainSettings.model_validate(add_neutral_values(TrainSettings, configured))
         key = (stage.label, stage.step, train.model_dump_json())
         group = groups.setdefault(key, StepTraining(stage.label, stage.step, train))

@@ -93,7 +93,8 @@ class Trial(TypedDict):
         stages: Numbers of executed and reused stages.
         device_s: Seconds of executed stages and failed attempts times their number of workers.
         rounds: Rounds of population-based training.
-        gpu_s: The same seconds times the number of GPUs of a worker; missing in old records.
+        gpu_s: `device_s` with each term times the number of GPUs of a worker; missing in old
+            records.
         graph: The stages of the trial, as a run record.
         history: Task -> parameters that the task was trained with, if they differ between tasks.
     """
@@ -283,7 +284,7 @@ def compute_trial_forgetting(results: Sequence[TrialResult]) -> float:
     if not results:
         return math.nan
     if len(results) < results[-1]["position"] + 1:
-        return math.nan  # there are results for some of the tasks only
+        return math.nan  # some tasks have no result
     losses = []
     for index, learned in enumerate(results[:-1]):
         task = learned["task"]

@@ -32,7 +32,7 @@ class LivePage:
         self.ended = threading.Event()
 
     def on_result(self) -> None:
-        """Remember that there is a new result."""
+        """Remember that there is a new result, so that the thread writes the page again."""
         self.has_result = True
 
     @contextmanager

@@ -162,7 +162,10 @@ def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tupl
 
 
 def build_any_config(search: Search) -> configs.Config:
-    """Return the config of an arbitrary point, for its data and storage: all points share them."""
+    """Return the config of an arbitrary point of the space, to find the data of all trials.
+
+    All points have the same data and storage.
+    """
     point = next(search.space.corners())
     return configs.check(spaces.with_params(search.body, point), search.name)
 
@@ -230,8 +233,8 @@ def build_winner_config(
 def write_winner(search: Search, outcome: SearchOutcome, tests: Sequence[SeedTest]) -> str:
     """Write winner.yaml, a config for `run`, and winner.json. Return the path of winner.yaml.
 
-    It is called before the first test and again after each test, so that the page of the search
-    shows the tests so far.
+    `_search_and_record` calls this function before the first test and again after each test, so
+    that the page of the search shows the tests so far.
 
     Args:
         search: The search.

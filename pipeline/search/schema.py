@@ -15,7 +15,7 @@ def search_schema() -> Schema:
     schema["title"] = "Accrete search"
     definitions: dict[str, Any] = schema[DEFINITIONS]
     define(definitions, StreamSettings)
-    # `stream` of a search only changes the stream of the base, so no key is required
+    # `stream` of a search only changes the stream of the base config, so no key is required
     del definitions[StreamSettings.__name__]["required"]
     stream = schema["properties"]["stream"]
     stream["anyOf"] = [{"$ref": f"#/{DEFINITIONS}/{StreamSettings.__name__}"}, {"type": "null"}]

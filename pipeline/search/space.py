@@ -1,8 +1,8 @@
 """The space of a search: settings of a config with distributions of their values.
 
-A dimension is one setting (a dotted key of the config) with its distribution. A point is one value
-for each dimension that applies; it makes the config of a trial. See `Space`. A space is checked
-against the schema of the config before a search starts.
+A dimension is one setting (a dotted key of the config) with its distribution. A point has one value
+for each dimension that applies. The base config with these values is the config of a trial. See
+`Space`. A space is checked against the schema of the config before a search starts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from workers.rng import derive_seed
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
-# The only key of a space that is not a setting: the method of a trial, one of those in the base
-# config.
+# The only key of a space that is not a setting. Its value is the label of the trial's method, which
+# is one of the methods in the base config.
 METHOD = "method"
 # Keys of the base config that do not change results, except by randomness (`seed`).
 NOT_SEARCHABLE = ("name", "storage", "cluster", "tracking", "seed")
@@ -217,8 +217,8 @@ def _check_order(low: float, high: float) -> None:
 class Space:
     """A search space: dimensions by dotted key.
 
-    A dimension `methods.LABEL...` applies only to points with that method, and a dimension with
-    `when` only to points that match its conditions. A point contains only the dimensions that
+    A dimension `methods.LABEL...` applies only to points with the method LABEL, and a dimension
+    with `when` only to points that match its conditions. A point contains only the dimensions that
     apply, so each key has an effect.
     """
 
@@ -309,9 +309,9 @@ class Space:
     def corners(self) -> Iterator[Params]:
         """Yield points that cover both ends of every range and every value of every choice.
 
-        Each point sets one dimension to one of its `bounds`, and the dimensions that its `when`
-        needs to matching values. All other dimensions have their first value. If the space has the
-        dimension `method`, there are such points for each method.
+        Each point sets one dimension to one of its `bounds`. If this dimension has conditions
+        (`when`), the dimensions that they name get matching values. All other dimensions have their
+        first value. If the space has the dimension `method`, there are such points for each method.
         """
         labels: list[Any] = [None]
         if METHOD in self.dimensions:

@@ -300,9 +300,10 @@ class Search:
         storage: Folder or URI of the storage.
         provenance: Provenance of results: code and package versions.
         tasks: Names of the tasks that trials learn, in stream order.
-        method_tasks: The tasks for which the method has a stage besides `evaluate`. A base task has
-            no such stage if the method leaves the backbone unchanged.
-        note: A note about the settings on this stream, or "".
+        method_tasks: The tasks for which the method has a stage besides `evaluate`. A base task
+            (the backbone was trained on it) has no such stage if the method leaves the backbone
+            unchanged.
+        note: Note for the user about the first rung of asha (see `_explain_first_rung`), or "".
         digest: Digest of everything that must not change when the search is resumed.
         sessions: Start time (`started`) and seconds (`wall_s`) of each session.
         warm_start: Points and observations from an earlier search, or None.
@@ -343,7 +344,7 @@ class Search:
         """Return the stored records of trials, sorted by number.
 
         Args:
-            phase: Phase of the trials; None: all phases.
+            phase: Phase of the trials (see `trial.PhasePlan`); None: all phases.
         """
         if not exists(join(folder(self.storage, self.name), "search.json")):
             return []
@@ -514,7 +515,9 @@ def apply_search_override(raw: dict[str, Any], override: str) -> None:
             "correct the file"
         )
     changes = dict(changes)
-    changes.pop(base_key, None)  # moved to the end: it also replaces changes below the key
+    # The key moves to the end. Changes apply in order, so it also replaces earlier changes of keys
+    # below it.
+    changes.pop(base_key, None)
     changes[base_key] = value
     raw["set"] = changes
 
@@ -760,7 +763,9 @@ def _compute_search_digest(settings: SearchSettings, body: dict[str, Any], graph
         search_inputs["trials"] = settings.budget.trials
     base_inputs = {key: value for key, value in body.items() if key not in RESUMABLE_BASE_KEYS}
     stages: list[Any] = []
-    for stage in graph:  # only ingest stages have a final key before the data is ingested
+    # Before the data is ingested, only ingest stages have a final key. Without `images`, the inputs
+    # of the other stages are the same before and after.
+    for stage in graph:
         is_ingest = stage.step == "ingest"
         stages.append(stage.key if is_ingest else {**stage.inputs, "images": None})
     inputs = [search_inputs, base_inputs, stages]
@@ -771,8 +776,9 @@ def _load_earlier_state(search: Search) -> dict[str, Any]:
     """Return the content of search.json if a search is resumed, or {} for a new search.
 
     Raises:
-        UserError: If the storage has a different search with this name, or search.json is damaged,
-            or is missing beside trials: then nobody knows which search the trials belong to.
+        UserError: If the storage has a different search with this name, or if search.json is
+            damaged, or is missing although there are trials. In the last two cases it is unknown
+            whether the folder belongs to this search.
     """
     search_folder = folder(search.storage, search.name)
     path = join(search_folder, "search.json")

@@ -537,8 +537,9 @@ def compute_result(
 ) -> TrialResult:
     """Return the validation accuracies after a task, and the stored bytes per learned task.
 
-    The bytes contain task states and carried state, but not the backbone. They are divided by the
-    number of tasks so far, without base tasks.
+    The bytes are those of the task states and of the carried state (the state that a task hands to
+    the next task), without the backbone. They are divided by the number of tasks so far. A base
+    task, on which the backbone was trained, does not count.
 
     Args:
         store: The store.

@@ -2,8 +2,8 @@
 
 The best points of the earlier search are tried first. If the configs of their trials are unchanged,
 their stages are in the store and are reused. Optuna also learns from the other trials of the
-earlier search, but only if equal keys prove that a trial of the new search would give the same
-result.
+earlier search, but only if the stage of their last evaluation has the same key in the new search.
+An equal key proves that a trial of the new search would give the same result.
 """
 
 from __future__ import annotations

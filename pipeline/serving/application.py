@@ -274,7 +274,7 @@ def started(
     except ImportError as error:
         ray.shutdown()
         raise UserError(f"`serve` needs Ray Serve ({error}); install ray[serve]") from None
-    # Otherwise, Ray Serve would warn about each request to a dead replica.
+    # At its default level, Ray Serve warns about each request to a dead replica.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     application = None
     try:

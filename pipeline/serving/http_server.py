@@ -407,8 +407,8 @@ class Front:
             raw: The same request in the form for the model.
 
         Raises:
-            Refused: If the answer takes too long, or if no replica can answer. Otherwise, the
-                request would wait until a new replica has started.
+            Refused: If the answer takes too long, or if no replica can answer. Without the second
+                check, the request would wait until a new replica has started.
             ClientDisconnect: If the client has disconnected.
         """
         if self.replicas == 0 and time.monotonic() < self.counted_until:

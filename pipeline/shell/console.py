@@ -25,7 +25,9 @@ from pipeline.results.metrics import metrics_for
 from pipeline.results.tables import Matrix, Row, RunTables
 from workers.storage.secrets import printable
 
-QUIET_S = 9.0  # seconds without output after which a line is printed; with LOOK_S at most 10 s
+# Seconds without output after which a line is printed. Because of the interval LOOK_S between two
+# checks, the line is printed after at most 10 s.
+QUIET_S = 9.0
 LOOK_S = 1.0  # seconds between two checks whether a line is due
 # Maximal width of a live line. A longer line could wrap, and a wrapped line cannot be rewritten. A
 # wider matrix is not printed in full.

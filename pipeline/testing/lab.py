@@ -96,7 +96,8 @@ EPOCHS: dict[str, int] = {
     "wa": 6,
 }
 
-# Method -> settings of the method with which every setting of `per_task` can be changed.
+# Method -> settings that replace the method's defaults in the check of `per_task`, so that every
+# setting of `per_task` can be changed. For example, `dropout` of an adapter needs `adaptformer`.
 BESIDE: dict[str, dict[str, Any]] = {
     "adapter": {"kind": "adaptformer"},
     "piggyback": {"mask_lr": 0.3, "train": OPTIMIZERS["sgd"]},

@@ -78,7 +78,7 @@ FINAL_BUCKET_ERRORS = (
 )
 # A URI with a password that contains `/`, `?` or `#` before the `@`.
 BROKEN_PASSWORD = re.compile(r"https?://[^\s/?#@:]*:[^\s@]*[/?#]\S*@", re.IGNORECASE)
-# A URI without a password. The first pattern also matches it if its path contains `@`.
+# A URI without a password. BROKEN_PASSWORD also matches it if its path contains `@`.
 HOST_AND_PORT = re.compile(r"https?://[^\s/?#@:]*:\d*(?:[/?#]|$)", re.IGNORECASE)
 BUSY = (408, 409, 429)  # HTTP statuses of a server that may accept the same request later
 

@@ -189,8 +189,9 @@ def analysis_points(
 
     For attention, a value is the mean over tasks and heads, and the step is the block. For
     robustness, a value is the mean accuracy over tasks, and the step is the level of the
-    disturbance. Measurements with more images get a later time, so MLflow shows these if a run was
-    analysed twice.
+    disturbance: the occluded share in per cent, epsilon of the attack (pixels from 0 to 255), or 0
+    for another data source. Measurements with more images get a later time, so MLflow shows these
+    if a run was analysed twice.
 
     Args:
         run: Name of the run.

@@ -416,7 +416,7 @@ class RunWriter:
         if manifest.get("warnings"):
             files[get_warnings_file(stage["step"])] = "\n".join(manifest["warnings"]).encode()
         self.ready().log_files(run, files)
-        # Before the last step of a task, the last view is that of the task before.
+        # Before the stage with the task's state is finished, the last view is of an earlier task.
         view = views[-1] if views else None
         return mask_points(view if view is not None and view.task == task else None)
 
@@ -470,7 +470,7 @@ class RunWriter:
     def _record_metrics(self, label: str, tables: RunTables, again: bool = False) -> None:
         """Log the matrix, averages, sizes and inferred tasks of a method, as far as they are known.
 
-        The averages in `compared` are also logged to the run of the graph.
+        The average accuracy and the forgetting are also logged to the run of the graph.
 
         Args:
             label: Label of the method.

@@ -56,7 +56,7 @@ class Batch:
     def number(self, name: str, compute: Callable[[Batch], float]) -> float | Tensor:
         """Return a number that follows from values of the host, such as `counts`.
 
-        In a captured step (`train.compile: step`) it is a tensor () that is written before each
+        In a captured step (`train.compile: step`) it is a scalar tensor that is written before each
         step.
 
         Args:

@@ -29,7 +29,7 @@ from workers.storage import filesystem
 
 try:
     from isal.isal_zlib import crc32  # same results as zlib's, in a tenth of the time
-except ImportError:  # only the packages for training are installed
+except ImportError:  # a machine that only trains may lack isal
     from zlib import crc32
 
 Write = Callable[[BinaryIO], None]
@@ -55,7 +55,7 @@ class LocalFile(io.FileIO):
         return os.pread(self.fileno(), size, offset)
 
     def __del__(self) -> None:
-        self.close()  # explicit, because no reader knows which read is the last
+        self.close()  # here, because no reader knows which read is the last
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,8 @@ MAX_SCANNED_PIXELS = 2_000_000_000  # limit of scans * pixels; takes half a seco
 # Bytes that precede an orientation in a JPEG. The search for them takes a few microseconds.
 ORIENTATION_MARKS = (b"Exif\0\0", b"tiff:Orientation")
 DCT_SCALES = (8, 4, 2)  # divisors of height and width that both decoders support
-# A JPEG whose long side is shorter is not reduced: simplejpeg gets the reduced size instead of the
-# scale, and two scales can result in the same size.
+# A JPEG whose long side is shorter is not reduced. simplejpeg gets the reduced size instead of the
+# scale, and in such a small image two scales can result in the same size.
 SHORTEST_SCALED = 16
 # Pillow's limit is off. `open_image` applies `max_pixels` before it decodes pixels.
 Image.MAX_IMAGE_PIXELS = None

@@ -50,7 +50,7 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         positions: Positions in the global batch, (b,).
-        weight: b / global batch size, or 0 for a placeholder sample.
+        weight: b / global batch size, or 0 for a placeholder sample (see `Feed.epoch`).
     """
 
     positions: Tensor
@@ -63,9 +63,9 @@ class Feed:
     Position p of a global batch belongs to rank p % world, and on this rank to micro-batch
     (p // world) % accumulate. Images stay decoded in memory or in a memory-mapped file if they fit
     into `data.resident_mb`; otherwise they are decoded again in every epoch. Both give the same
-    batches. The order of an epoch consists of shuffle streams (`workers/data/order.py`). A rank
-    reads only its own shuffle streams if `world` divides their number; otherwise it reads more of
-    them, up to all.
+    batches. In each epoch the samples are distributed to shuffle streams
+    (`workers/data/order.py`). A rank reads only its own shuffle streams if `world` divides their
+    number; otherwise it reads more of them, up to all.
 
     With `data.repeats` = r > 1 (repeated augmentation, as in DeiT and DyTox) an epoch has the same
     number of samples, but only about ceil(n / r) images. Each image occurs r times, and every copy
@@ -109,13 +109,15 @@ class Feed:
         self.group = group
         self.batch_size = job.train.batch_size
         self.accumulate = job.train.accumulate
-        # Later steps over the same samples, such as `retrain`, use another order and other noise.
+        # Later steps over the same samples, such as `retrain`, use another order and other random
+        # numbers.
         step = () if job.step in ("train", "backbone") else (job.step,)
         names = [task.name for task in tasks if not memory or memory.get(task.name, True)]
         self.seed = derive_seed(job.seed, "feed", *names, *step)
         self.augment = Augment(job.data, job.backbone_settings, training)
         self.memory_format = torch.contiguous_format  # memory format of images in batches
-        # features (n, ...) in table order: which replace images in batches, or are beside them
+        # Features (n, ...) in table order. `cached_features` replace the images of the batches,
+        # `features_beside` are added to the batches as `Batch.features`.
         self.cached_features: Tensor | None = None
         self.features_beside: Tensor | None = None
         cache = Cache(job.cache, int(job.cache_gb * 2**30)) if job.cache else None
@@ -225,7 +227,7 @@ class Feed:
             for batch in batches:
                 part = extract(batch.images).cpu()
                 if max_bytes is not None and part[0].nbytes * self.num_samples > max_bytes:
-                    break  # in the first batch, on all ranks that have one
+                    break  # every rank stops at its first batch, so `all_parts` is empty
                 parts.append(part)
         all_parts = interleave(self.group.gather(parts))
         return torch.cat(all_parts).to(self.group.device) if all_parts else None
@@ -308,7 +310,8 @@ class Feed:
         self.side_stream.fork()
 
         def prefetch_tasks() -> Generator[Callable[[], Pending[list[Batch]]]]:
-            # Not a loop over `pixels_of_steps`: its end would cancel pixels that are being made.
+            # Not a loop over `pixels_of_steps`, because that would exhaust this generator, and when
+            # it ends, it cancels the pixels that are still being made.
             for _ in steps:
                 pixels = next(pixels_of_steps)
                 rng, rows, counts = planned.popleft()
@@ -472,7 +475,7 @@ class ReplayFeed(Feed):
     ):
         keys_by_task = {task.name: memory.get(task.name, ()) for task in tasks}
         super().__init__(job, tasks, "train", group, True, keys_by_task)
-        # `self.deal` keeps the first seed: a replay feed does not use it.
+        # `self.deal` still has the seed from before this line, but a replay feed does not use it.
         self.seed = derive_seed(self.seed, "replay")
         self.draw_sizes = draw_sizes
         self.num_steps = num_steps

@@ -53,7 +53,7 @@ def hold_out(table: pa.Table, fraction: float, rule: HoldOut = "rank") -> tuple[
     Args:
         table: Table with the columns key, class, and sha256 of the image.
         fraction: Share of the images for val.
-        rule: `hold_out` of the card.
+        rule: The entry `hold_out` of the card (the description of the data set).
     """
     if not fraction:
         return table, table.slice(0, 0)

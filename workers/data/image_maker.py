@@ -22,7 +22,10 @@ from workers.data.order import Ints
 
 
 class Decode(Protocol):
-    """Decodes an image file. The returned pixels can be a view of the arena."""
+    """Decodes an image file.
+
+    The returned pixels can be a view of the arena (reusable memory), valid until it is cleared.
+    """
 
     def __call__(self, data: bytes, limits: ImageLimits, arena: Arena) -> Picture:
         """Return the decoded picture."""
@@ -169,7 +172,8 @@ class ImageMaker:
         indices: Ints,
     ) -> None:
         last_picture = None
-        # `pictures` comes last and is not strict, so that `zip` takes no picture of the next part.
+        # The iterator `pictures` can continue with the pictures of the next part. It is the last
+        # argument of `zip`, so `zip` stops at the end of `indices` before it takes one of them.
         for index, slot, picture in zip(indices.tolist(), slots, pictures, strict=False):
             if crops is not None:
                 self.cutter.cut(crops, index, picture, images[slot])

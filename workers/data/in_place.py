@@ -43,7 +43,8 @@ def expand_patterns(patterns: tuple[str, ...]) -> list[str]:
                 f"shards {pattern!r:.300} have more than {MAX_BRACES} braces; write them as "
                 "shard-{000000..000099}.tar, and a brace of a name as \\{"
             )
-        for first, last in RANGE.findall(pattern):  # `braceexpand` builds a list of each range
+        # Checked first, because `braceexpand` builds the complete list of each range.
+        for first, last in RANGE.findall(pattern):
             if abs(int(last) - int(first)) >= MAX_SHARDS:
                 raise _too_many(pattern)
         try:

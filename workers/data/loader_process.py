@@ -262,13 +262,13 @@ def warm_up() -> None:
 def main() -> None:
     """Fork the loaders, wait for them, and report an unexpected exit to the rank."""
     memory, requests, replies, count = map(int, sys.argv[1:])
-    for number in (signal.SIGINT, signal.SIGTERM):  # loaders exit with the rank
+    for number in (signal.SIGINT, signal.SIGTERM):  # ignored: loaders exit when the rank does
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, `os.wait` does not work
     torch.set_num_threads(1)
     warm_up()
     gc.collect()
-    gc.freeze()  # the collector would write to shared pages
+    gc.freeze()  # otherwise the collector writes to shared pages, and the kernel copies them
     loaders = set()
     for _ in range(count):
         pid = os.fork()

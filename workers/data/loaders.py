@@ -99,7 +99,7 @@ class Loaders:
         self.count = count
         self._num_pages = 0
         self._free: list[OwnedBlock] = []
-        self._returned: deque[OwnedBlock] = deque()  # from finalizers, in any thread
+        self._returned: deque[OwnedBlock] = deque()  # added by finalizers, which run in any thread
         self._running: dict[int, OwnedBlock] = {}  # first page -> block with pending chunks
         self._allocating = threading.Lock()
         self._receiving = threading.Lock()
@@ -108,7 +108,7 @@ class Loaders:
         self._has_noted = False
         # Closed only with this object: at exit, a daemon thread may still use a descriptor.
         self._descriptors = _Descriptors()
-        theirs = _Descriptors()
+        theirs = _Descriptors()  # the loaders' ends of the pipes; closed when this method returns
         self._memory = self._descriptors.add(make_memory_file())
         (requests, self._requests), (self._replies, replies) = os.pipe(), os.pipe()
         self._descriptors.add(self._requests)

@@ -27,8 +27,8 @@ MAX_STREAMS = 512
 RUNS_PER_STREAM = 16  # minimum, so that a small data set is shuffled as finely as a large one
 RUN_BYTES = 2 << 20  # approximate bytes of a run, which is one request to a bucket
 MAX_RUNS = 1 << 22  # each needs 8 bytes of memory; the runs of a larger data set are longer
-# Maximum number of runs whose rows are shuffled together, in one stream and in all streams. 8192
-# runs of 2 MiB are 16 GiB, which the nodes of a job share.
+# Maximum number of runs whose rows are shuffled together: BLOCK_RUNS in one stream, WINDOW_RUNS in
+# all streams. 8192 runs of 2 MiB are 16 GiB, distributed over the nodes of a job.
 BLOCK_RUNS = 64
 WINDOW_RUNS = 8192
 

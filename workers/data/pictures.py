@@ -271,7 +271,7 @@ class KeptPictures:
         contents = f"{DECODING}|{self.samples.digest()}|{self.decode.longest_side}|crc32"
         name = hashlib.sha256(contents.encode()).hexdigest()[:32] + ".pictures"
         for _ in range(2):  # if a file has damaged sides, it is deleted and written again, once
-            # open, and therefore in use, as long as this object exists
+            # The file stays open as long as this object exists, so the cache does not evict it.
             file = cache.open_file(name, None, self._write, KEPT_REMEDY)
             sides = read_sides(file, len(self.samples))
             if sides is not None:

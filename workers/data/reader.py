@@ -279,9 +279,9 @@ class BucketReader:
         # if they are in a file of the cache.
         self._futures: OrderedDict[int, Future[bytes | None]] = OrderedDict()
         self._bytes_in_memory = 0
-        # Number of rows of each range that `ahead` has seen and `read` has not; and the fetched
-        # ranges without such rows, least recently read first, which can be dropped.
+        # Number of unread rows of each range: rows that `ahead` has seen, but `read` has not.
         self._num_unread: Counter[int] = Counter()
+        # Fetched ranges without unread rows, least recently read first. They can be dropped.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._lock = Lock()
         self._mending = Lock()  # held while a thread repairs a record of the cache
@@ -294,7 +294,8 @@ class BucketReader:
         call = object()
         waiting: deque[tuple[Ints, int]] = deque()
         num_unread = 0  # number of ranges that the waiting steps are the first to need
-        is_planned = np.zeros(len(self.ranges.starts), bool)  # a set of 13 M numbers needs 1.4 GB
+        # An array, because a set of 13 million numbers needs 1.4 GB.
+        is_planned = np.zeros(len(self.ranges.starts), bool)
         with self._lock:
             self._forget_failure()
             self._latest_call = call

@@ -260,7 +260,8 @@ def _select_own(shards: Shards, task: Task, split: str) -> pa.Table:
     names = images["class"].to_numpy()
     parts = [images.slice(0, 0)]
     for name, start, stop in task.parts:
-        first, last = np.searchsorted(names, [name, name + "\0"])  # name + "\0" follows `name`
+        # No string is between `name` and name + "\0" in sorted order.
+        first, last = np.searchsorted(names, [name, name + "\0"])
         begin, end = (first + round(share * (last - first)) for share in (start, stop))
         parts.append(images.slice(begin, end - begin))
     own = pa.concat_tables(parts)

@@ -236,8 +236,8 @@ class Shards:
             shard: Name of the shard.
         """
         if self.is_in_place:
-            # Size and time of the shard can be unchanged, so that only another ingest finds the
-            # change.
+            # Without this the stage might not run again, because the size and the modification time
+            # of the shard can be unchanged.
             with suppress(OSError, UserError):
                 withdraw(self.artifact.root, self.key)
             return self._changed(shard, f"image {record!r} has other bytes")

@@ -53,7 +53,8 @@ REQUEST = np.dtype(
         # Height and width of the pixels and of the original image. The rank sets them for a kept
         # picture, the loader for a decoded one.
         ("shape", "<u4", 4),
-        ("sides", "<f8", (ATTEMPTS, 2)),  # see `CropDraws`
+        # Random numbers of the crop, see `CropDraws`.
+        ("sides", "<f8", (ATTEMPTS, 2)),
         ("corner", "<f8", 2),
     ]
 )

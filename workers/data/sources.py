@@ -175,7 +175,7 @@ class Resident:
             stream.write(header.getvalue())
             Blocks.write(stream, self._decoded())
 
-        # open, and therefore in use, as long as this object exists
+        # The file stays open as long as this object exists, so the cache does not evict it.
         size = header.tell() + Blocks.size(self.shape)
         file = cache.open_file(name, size, write, KEPT_REMEDY)
         row_bytes = math.prod(self.shape[1:])
@@ -209,7 +209,8 @@ class PictureSource:
         self.normalisation = normalisation
         self.workers = workers
         self.threads = max(1, min(workers, MAX_THREADS))
-        self.free: deque[ImageMaker] = deque()  # unused makers; threads end with each epoch
+        # Unused makers. They are kept here, because the threads that use them end with each epoch.
+        self.free: deque[ImageMaker] = deque()
         self._turn = threading.Lock()  # held while a calling thread makes small images
         self.pool = TensorPool()
         self.spec = SharedSpec(pictures, view, normalisation)
@@ -293,8 +294,8 @@ class PictureSource:
         if len(np.unique(samples.rows)) < len(order):
             order = np.argsort(samples.rows, kind="stable")  # copies are neighbours
         rows = samples.rows[order]
-        # A step has at least about half as many chunks as there are loaders, and AHEAD + 1 steps
-        # are in progress: all loaders are busy.
+        # With this size, a step has at least about half as many chunks as there are loaders, and
+        # AHEAD + 1 steps are in progress. Therefore all loaders are busy.
         size = min(MAX_LOADED_CHUNK, -(-2 * len(rows) // loaders.count))
         borders = cut_chunks(rows, size)
         shape = (len(rows), 3, self.view.side, self.view.side)

@@ -76,7 +76,7 @@ def limit_host_waits(seconds: float) -> None:
 def attend_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return `F.scaled_dot_product_attention` and the logarithms of its denominators.
+    """Return `F.scaled_dot_product_attention` and the logarithms of its softmax denominators.
 
     The public function does not return the logarithms.
 

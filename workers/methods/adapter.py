@@ -68,7 +68,7 @@ class Adapter(Method[AdapterSettings]):
       the FFN.
 
     Stored per task: 2 d m + d + m floats for each adapter (2 L for Houlsby, L for the others) and a
-    head.
+    head, with L blocks of width d and m hidden units.
 
     Differences from the papers: W_up starts at zero for every kind, so that a task starts from the
     backbone's features. (W_down does not start at zero: if both were zero, neither would get a

@@ -1,8 +1,9 @@
 """APD: each weight is a shared part, scaled per task and output feature, plus a sparse task part.
 
-The weight of task t is sigma .* M_t + tau_t: the shared part sigma, a scale M_t = sigmoid(v_t) for
-each output feature, and the sparse part tau_t. Later tasks continue to train sigma, and adjust the
-tau of earlier tasks to it.
+The weight of task t is sigma .* M_t + tau_t (.* multiplies entries): the shared part sigma, a scale
+M_t = sigmoid(v_t) for each output feature, and the sparse part tau_t. Later tasks continue to train
+sigma, and adjust the tau of earlier tasks to it. A star, as in sigma* and tau*, marks the value at
+the start of the task in training.
 
 Yoon, Kim, Yang, Hwang: Scalable and Order-robust Continual Learning with Additive Parameter
 Decomposition, ICLR 2020.
@@ -146,7 +147,7 @@ class Sparse:
 
 
 def iterate_sparse(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[str, str, Sparse]]:
-    """Yield (owner, site, tensor) of each `KIND/OWNER/SITE` among tensors of a carried state.
+    """Yield (owner, site, tensor) of each sparse tensor `KIND/OWNER/SITE` of a carried state.
 
     Args:
         tensors: Tensors of a carried state, by name.
@@ -174,7 +175,8 @@ class SiteGroup:
         tau: tau of the task in training (n, o, i).
         before: Earlier task -> tau* (n, o, i).
         rows: Earlier task -> M (n, o, 1).
-        is_cast: Whether the weights can be cast for autocast at once.
+        is_cast: Whether the layers use the weights in products only (`frozen.LAYERS`). Then the
+            stack can be cast at once for autocast.
     """
 
     sites: list[str]
@@ -203,9 +205,10 @@ class Apd(Method[ApdSettings]):
 
     Differences from the reference code, and the reasons:
     - The tau of earlier tasks occur only in these two penalties. Therefore their optimum for a
-      given sigma is known: soft(theta_i* - sigma .* M_i, lambda1 / lambda2). It is computed
-      (`retro: train`) instead of trained. The penalties become Huber's function of theta_i* - sigma
-      .* M_i, with the same minimum. This takes one tensor per earlier task in memory instead of
+      given sigma is known: soft(theta_i* - sigma .* M_i, lambda1 / lambda2), with the soft
+      threshold soft(x, l) = sign(x) max(|x| - l, 0). It is computed (`retro: train`) instead of
+      trained. The penalties become Huber's function of theta_i* - sigma .* M_i, with the same
+      minimum. This takes one tensor per earlier task in memory instead of
       five (tau_i, its start, its gradient and two moments of Adam), its zeros are exact, and the
       gradient of each earlier task's penalty never exceeds lambda1. In one task theta_i moves by at
       most lambda1 / lambda2, and by lambda1 more if `zeros: threshold` cuts an entry.
@@ -315,15 +318,16 @@ class Apd(Method[ApdSettings]):
             return []
         groups = super().begin(context)
         self.step = context.step
-        # else the stored v and copies of this task would be used instead of the trained ones, and
-        # the task would also be treated as an earlier task
+        # Otherwise the stored v and copies of this task would be used instead of the trained ones,
+        # and the task would also be treated as an earlier task.
         self.loaded.pop(context.task.name, None)
         self.tau.pop(context.task.name, None)
         is_first_task = not self.sigma
         self.start = self.compute_initial_sigma()
         self.create_groups()
         self.create_parameters()
-        # from `after_backward` to `after_step`: the sign that each entry of tau may have
+        # With `zeros: proximal`: site -> the sign that each entry of tau may have after this step.
+        # `after_backward` sets it, and `after_step` sets entries of another sign to zero.
         self.orthant: dict[str, Tensor] = {}
         sigma_decay = context.optim.weight_decay if is_first_task else 0.0
         return [
@@ -387,7 +391,8 @@ class Apd(Method[ApdSettings]):
             self.groups.append(group)
             self.start |= zip(sites, start.unbind(), strict=True)
         order = [site for group in self.groups for site in group.sites]
-        # positions of the sites, in the order of `sites`, in the order of the groups
+        # For each site, in the order of `self.sites`: its index in the concatenated groups. The
+        # penalties of the sites are summed in this order.
         self.site_order = torch.tensor([order.index(site) for site in self.sites]).to(self.device)
 
     def create_parameters(self) -> None:

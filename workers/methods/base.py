@@ -32,10 +32,10 @@ carried state the tasks form a star: they are independent, and can be trained at
 In serving, `load_task(state)` is called for each task, `load_carried(carried)` if there is carried
 state, and then `logits(images, task)`.
 
-Features of only some methods are not part of the base class: `workers/methods/protocols.py` lists
-the optional protocols (rehearsal memory, several gradients in a step, cached features,
-sharpness-aware steps, inferred tasks), and `bases/class_incremental.py` has the output space of
-scenario `class`.
+Abilities that only some methods have are not part of the base class:
+`workers/methods/protocols.py` lists the optional protocols (rehearsal memory, several gradients in
+a step, cached features, sharpness-aware steps, inferred tasks), and `bases/class_incremental.py`
+has the output space of scenario `class`.
 
 Random numbers: the loop seeds the process's generator from (seed, task, step) before it creates the
 method. Therefore parameters drawn in the constructor or in `begin` are equal on all ranks and in
@@ -340,7 +340,8 @@ class MethodPlan(Generic[S]):
     why_no_other_vit: ClassVar[str] = ""
     # Whether the backbone is not trained and stays in evaluation mode.
     freezes_backbone: ClassVar[bool] = True
-    # False promises that the logits of a finished task never change, bit for bit.
+    # Whether later tasks can change the logits of a finished task. False is a promise that these
+    # logits never change, bit for bit.
     may_forget: ClassVar[bool] = False
     # Whether `loss`, `replay_loss` and `after_backward` run the same operators with the same
     # numbers in all steps with equal `program`, and read no values on the host. Then
@@ -348,8 +349,9 @@ class MethodPlan(Generic[S]):
     # random numbers from `Batch.draw`. A subclass does not inherit the value, because it can change
     # the step.
     has_constant_step: ClassVar[bool] = False
-    # Whether a block of the backbone computes the same again in the backward pass, from its input
-    # and the attributes of its modules and their hooks (`train.recompute`).
+    # Whether the backward pass can compute a block of the backbone again with the same result
+    # (`train.recompute`): the result depends only on the block's input, and on attributes of its
+    # modules and of their hooks.
     can_recompute: ClassVar[bool] = True
     # Whether a task has the features of the backbone before its first optimizer step.
     starts_as_backbone: ClassVar[bool] = True

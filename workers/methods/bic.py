@@ -58,9 +58,10 @@ class BicSettings(RehearsalSettings):
 class Bic(Rehearsal[BicSettings]):
     """L = (1 - a) CE over all classes + a KD_ce(tau) over old classes.
 
-    a is the number of old classes divided by the number of all classes so far. Both terms use raw
-    outputs z of the student. The teacher's outputs for the classes of the previous task are first
-    corrected by that task's bias.
+    a is the number of old classes divided by the number of all classes so far. KD_ce is the
+    cross-entropy of teacher and student, with a softmax at temperature tau (`kd_ce`). Both terms
+    use raw outputs z of the student. The teacher's outputs for the classes of the previous task are
+    first corrected by that task's bias.
 
     `calibrate` then fits z' = alpha z + beta for the new classes, on held-out images of every
     class. It minimises cross-entropy + beta_decay beta^2 / 2 in fp64 with the fixed network in

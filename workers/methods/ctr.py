@@ -91,7 +91,8 @@ def masked_bottleneck(
 ) -> Tensor:
     """Return x + z2 with z1 = relu(fc1 x), z2 = relu(fc2 z1); x: (B, N, d).
 
-    The weights and biases are multiplied by the masks already. This equals masking the outputs,
+    fc1 has the weight `down`, fc2 the weight `up`. Weights and biases are already multiplied by the
+    masks. This equals masking the outputs,
     because m relu(v) = relu(m v) for m >= 0.
     """
     z1 = F.linear(x, down, down_bias).relu()
@@ -107,7 +108,8 @@ class CtrTsm(Method[S]):
 
     An adapter computes x + z2 with z1 = m1 .* relu(fc1 x), z2 = m2 .* relu(fc2 z1). It follows
     attention and FFN in each of the L blocks of a frozen ViT. fc1 maps the width d to A hidden
-    units, and fc2 maps them back. Each task has m = sigmoid(s e) as in HAT, stored as 1[e > 0].
+    units, and fc2 maps them back. Each task trains embeddings e of its masks m = sigmoid(s e), with
+    a scale s that grows within each epoch as in HAT, and stores the masks as 1[e > 0].
     Entries that earlier tasks use are locked: rows of fc1 and its bias by m1, entries of fc2 by the
     smaller of m2 (out) and m1 (in), the bias of fc2 by m2. Stored per task: (A + d) 2 L bits and a
     head. A base task is served by the plain backbone.

@@ -6,9 +6,9 @@ similar tasks.
 Ke, Liu, Ma, Xu, Shu: Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning,
 NeurIPS 2021.
 
-Axes: S sites, B images, N tokens, T tasks up to the current one (which is the last), d width, J
-transfer capsules of P channels for each task (flattened to J P channels), R filters of each kernel
-size K.
+Axes: S sites (places of adapters, see `AdapterSites`), B images, N tokens, T tasks up to the
+current one (which is the last), d width, J transfer capsules of P channels for each task (flattened
+to J P channels), R filters of each kernel size K.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ def knowledge(
     # The maximum over tokens of relu(conv + query) is relu(maximum of conv + query), because the
     # query is the same for all tokens.
     query = F.linear(query, mix, mix_bias)
+    # Two equal tensors, each of which is used once; `join_kernels` explains why.
     routes, same_routes = join_kernels(keys, key_bias, gate.dtype, query)  # (B T, 3 R)
     # (B, T), the difference of the two logits of a gate
     score = F.linear(routes.unflatten(0, (-1, tasks)), gate, gate_bias).squeeze(2)
@@ -198,9 +199,10 @@ class Capsules(nn.Module):
 
     @staticmethod
     def stack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the arguments of `knowledge` for all sites (S, ...), from those of `tensors`.
+        """Return the arguments of `knowledge` for all sites (S, ...), from the result of `tensors`.
 
-        Casts of autocast, and all that is the same at each site, take one operator for all sites.
+        Operations that are the same at each site, such as the casts of autocast, run here once for
+        all sites. Uniform random numbers `noise` become logistic ones.
         """
         stacked: dict[str, Tensor] = {}
         for name in LINEAR:
@@ -250,8 +252,8 @@ class CtrFull(CtrTsm[CtrFullSettings]):
     Differences from the released code:
     - The code mixes up the axes of tasks and of channels in a capsule. Here squash runs over a
       capsule, in the code over tasks.
-    - Gates draw noise only in training. The sparsity penalty of `ctr_tsm` is that of the current
-      task.
+    - Gates draw noise only in training. The sparsity penalty of `ctr_tsm` is computed from the
+      masks of the current task.
     - A gate has one logit, the difference of the pair in the code; its distribution is the same.
     - The largest number of tasks must be known in advance: `max_tasks`.
     """

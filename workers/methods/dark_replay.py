@@ -62,7 +62,7 @@ class DarkReplay(Reservoir[DarkReplaySettings]):
     train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of replay")
     Settings = DarkReplaySettings
     per_task = Reservoir.per_task | {"alpha", "beta"}
-    training_only = (*Reservoir.training_only, LOGITS)  # not in bundles: outputs on private images
+    training_only = (*Reservoir.training_only, LOGITS)  # bundles lack outputs on private images
     penalty_terms: ClassVar[Mapping[str, str]] = {"mse": "alpha", "replay": "beta"}
 
     def __init__(self, backbone: nn.Module, settings: DarkReplaySettings, seed: int):
@@ -71,7 +71,8 @@ class DarkReplay(Reservoir[DarkReplaySettings]):
         # while a step trains.
         self.stored = torch.zeros(0, 0)
         self.taught = self.stored  # `stored`, padded to a column for each class so far
-        self.known = torch.zeros(0, 0, dtype=torch.bool)  # like `taught`: True for outputs of h'
+        # In the shape of `taught`: True for the outputs that an exemplar's h' has.
+        self.known = torch.zeros(0, 0, dtype=torch.bool)
 
     def replay_draws(self) -> tuple[int, ...]:
         weights = (self.settings.alpha, self.settings.beta)

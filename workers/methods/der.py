@@ -50,7 +50,8 @@ class DerSettings(RehearsalSettings):
     )
 
 
-# Step -> the settings of this table that it uses. The others are not part of the step's key.
+# Step -> the settings in this table that the step uses. The key of the step's stage does not
+# contain the other settings of the table.
 SETTINGS_OF_STEP = {
     "train": {"auxiliary", "restart"},
     "finetune": {"temperature"},

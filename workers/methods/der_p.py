@@ -1,7 +1,7 @@
 """DER with pruning: the units of a new extractor are trained with masks. A reconstruction.
 
-Units that a mask switches off are cut before the extractor is stored. `PrunedDer` is shared with
-`simple_der`.
+A unit is an attention channel or a neuron of an FFN (`workers.model.units`). Units that a mask
+switches off are cut before the extractor is stored. `PrunedDer` is shared with `simple_der`.
 
 Yan, Xie, He: DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021.
 """
@@ -60,6 +60,7 @@ class PrunedDer(Der[S]):
 
     def __init__(self, backbone: Any, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
+        # site, for example `blocks.0.qk` -> its number of units
         self.sites = unit_sites(backbone)
         # Shape of an image: (channels, height, width).
         self.shape = (3, *backbone.patch_embed.img_size)
@@ -157,9 +158,10 @@ class DerP(PrunedDer[DerPSettings]):
     A reconstruction: no code of the masks was published, and the paper has channels of convolutions
     instead of units of a ViT. Differences from the paper: masks become 0 or 1 after `train`, so
     that `finetune` tunes the classifier on the served network. The first task has no `finetune`:
-    its classifier is trained with soft masks and served with hard ones. The compensated gradient of
-    e also has HAT's factor s_max, which Adam cancels. Embeddings start in (0, 2], with all units
-    on. s_max, the weight of L_S and the learning rate are our choice.
+    its classifier is trained with soft masks and served with hard ones. The gradient of the
+    embedding e is compensated as in HAT (`AnnealedSigmoid`), and also has HAT's factor s_max, which
+    Adam cancels. Embeddings start in (0, 2], with all units on. s_max, the weight of L_S and the
+    learning rate are our choice.
     """
 
     name = "der_p"

@@ -227,7 +227,7 @@ class Ease(TaskAdapters[EaseSettings]):
 
     @torch.no_grad()
     def join_classifiers(self, names: Sequence[str]) -> Tensor:
-        """Return the weights of all A classes over unit features of all T subspaces, (A, T d)."""
+        """Return weights (A, T d) of all A classes over unit-length features of all T subspaces."""
         if self.competing is None or self.competing[0] != self.device:
             for index, name in enumerate(names):
                 if self.subspaces[name] != tuple(names[: index + 1]):
@@ -242,7 +242,7 @@ class Ease(TaskAdapters[EaseSettings]):
         return self.competing[1]
 
     def weigh(self, prototypes: Tensor, own: int) -> Tensor:
-        """Return the weights of a task's classes over unit features, (K, J d).
+        """Return the weights of a task's classes over unit-length features, (K, J d).
 
         Args:
             prototypes: Prototypes in J subspaces, (K, J, d).

@@ -106,7 +106,8 @@ class Ewc(WeightImportance[EwcSettings]):
     def __init__(self, backbone: nn.Module, settings: EwcSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.anchors: dict[str, Tensor] = {}
-        self.anchored: AnchoredWeights | None = None  # with the penalty, while a task trains
+        # The protected weights with their penalty, in `train` if there is a penalty.
+        self.anchored: AnchoredWeights | None = None
         self.offset = torch.zeros(())
 
     @classmethod
@@ -134,7 +135,7 @@ class Ewc(WeightImportance[EwcSettings]):
             self.consolidate(self.estimate_fisher())
         elif self.importance and self.settings.lambda_:
             self.anchored = AnchoredWeights(self.protected(), self.anchors, self.importance)
-            # views of the vectors, so that the tensors exist once
+            # Replace the tensors by views of the vectors in `anchored`, to store the values once.
             self.anchors |= self.anchored.by_name(self.anchored.anchors)
             self.importance = self.anchored.by_name(self.anchored.importance)
         return groups

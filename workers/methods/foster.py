@@ -22,7 +22,8 @@ from workers.model.distill import kd_ce
 from workers.storage.taskstate import Carried, TaskState
 
 BOOSTED = "boosted/"  # prefix of tensors that `train` carries to `compress`
-# Step -> the settings of this table that it uses. The others are not part of the step's key.
+# Step -> the settings in this table that the step uses. The key of the step's stage does not
+# contain the other settings of the table.
 SETTINGS_OF_STEP = {
     "train": {"beta", "distillation", "tau"},
     "compress": {"compress_beta", "tau"},

@@ -39,7 +39,8 @@ class Gdumb(Joint):
     memory, one image of the largest class is dropped (`count_balanced`).
 
     Differences from the paper: among equally large classes the class that came first loses an
-    image, in the paper a random class. A task may be given, and the backbone may be pretrained.
+    image, in the paper a random class. The task of an image may be given (scenario `task`), and the
+    backbone may be pretrained.
     """
 
     name = "gdumb"

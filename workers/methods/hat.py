@@ -116,10 +116,11 @@ S = TypeVar("S", bound=HatSettings, default=Any)
 class Hat(Method[S]):
     """Tasks are learned in sequence: each starts from the weights of the previous one.
 
-    A unit's output h becomes a h with a = sigmoid(s e) (Eq. 1); s is annealed in every epoch. The
-    code scales the weights of the unit, which is equivalent. The binary masks 1[e > 0] are stored.
-    The chain carries the weights and, for each unit, the number of tasks that use it. A base task,
-    on which the backbone was fine-tuned, is trained once more with masks, as a first task.
+    A unit's output h is multiplied by a = sigmoid(s e) (Eq. 1). e is the unit's trained embedding,
+    and the scale s is annealed in every epoch. This code multiplies the weights of the unit by a
+    instead, which is equivalent. The binary masks 1[e > 0] are stored. The chain carries the
+    weights and, for each unit, the number of tasks that use it. A base task, on which the backbone
+    was fine-tuned, is trained once more with masks, as a first task.
 
     Parameters that every task uses are frozen from the start: embeddings of patches and positions
     (also relative position biases), class token, norms, layer scales, biases of proj and fc2. With
@@ -198,7 +199,7 @@ class Hat(Method[S]):
 
     def __init__(self, backbone: Any, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
-        self.sites = unit_sites(backbone)  # masked layer -> its number of units
+        self.sites = unit_sites(backbone)  # site, e.g. `blocks.0.qk` -> its number of units
         self.shared = dict(backbone.named_parameters())
         # (units,) in order of sites: how many finished tasks use each unit
         self.uses = torch.zeros(sum(self.sites.values()), dtype=torch.int16)
@@ -465,7 +466,8 @@ class AdaHat(Hat[AdaHatSettings]):
         super().after_backward()
 
     def after_step(self, progress: Progress) -> None:
-        # Again, because `after_backward` does not run in a captured step.
+        # Again, because `after_backward` does not run in steps that a CUDA graph repeats
+        # (`train.compile: step`).
         self.protector.replace_locks(self.locks)
         super().after_step(progress)
 

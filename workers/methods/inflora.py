@@ -90,8 +90,9 @@ class InfLora(SeparateHeads[InfLoraSettings]):
       subspace F of earlier inputs, divided by sqrt 3. A_t is fixed. B_t and the head of the task
       are trained with the cross-entropy over its own classes. For inputs in F the update is zero.
     - `subspace`: F is extended by the inputs of the task under the trained network (DualGPM), until
-      it holds a share eps_t = threshold + (final_threshold - threshold) t / expected_tasks. t
-      counts from 0, and stays at expected_tasks - 1 in longer streams.
+      it holds a share eps_t = threshold + (final_threshold - threshold) t / expected_tasks of the
+      squared Frobenius norm of R. t counts from 0, and stays at expected_tasks - 1 in longer
+      streams.
 
     A forward pass costs no more than the backbone's: updates are merged into the weights. If the
     task is given, its own and earlier updates serve it, as at the end of the task's training, so
@@ -146,7 +147,7 @@ class InfLora(SeparateHeads[InfLoraSettings]):
     def __init__(self, backbone: Any, settings: InfLoraSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
-        # Rows of the keys (and of the values) in the fused projection.
+        # Number of rows of the keys, and of the values, in the fused projection.
         self.rows = len(get_projection_weight(backbone.blocks[0])) // 3
         self.loaded: dict[str, Factors] = {}  # finished task -> its update
         self.orders: dict[str, tuple[str, ...]] = {}  # task -> it and all earlier tasks

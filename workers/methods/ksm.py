@@ -67,9 +67,10 @@ class KsmSettings(ThresholdSettings):
 class Ksm(ThresholdMasks[KsmSettings]):
     """W' = (b + 0.5 a) .* W, with one b and one a per kernel, see `SoftBinary`.
 
-    Each kernel has a trained real value. b = 1 if the value is at least theta; then a = 0. For a
-    kernel that is off, a in [0, 1] is its value, scaled by the smallest and the largest value of
-    the layer. All values start above theta, so that training starts from the backbone.
+    Each kernel has a trained real value. b = 1 if the value is at least the threshold `theta`; then
+    a = 0. For a kernel that is off, a in [0, 1] is its value, scaled by the smallest and the
+    largest value of the layer. All values start above theta, so that training starts from the
+    backbone.
 
     Stored: the bits b, the coefficients 0.5 a of kernels that are off (as `SITE.soft`, in order),
     and copies of norms. The real values are not needed in serving.
@@ -77,8 +78,8 @@ class Ksm(ThresholdMasks[KsmSettings]):
     Differences from the paper: a Linear has no kernels, so `group` consecutive input columns of an
     output row form a kernel; the patch embedding has true kernels. The learning rate of real values
     follows from the number of steps (see `rate`); copies of norms have the learning rate of heads.
-    In the smallest and the largest value for a, a kernel that is on counts as exactly 0; the
-    released code has a rounding error there.
+    For the smallest and the largest value of a layer, a kernel that is on counts as exactly 0; in
+    the released code this 0 has a rounding error.
     """
 
     name = "ksm"
@@ -134,7 +135,8 @@ class Ksm(ThresholdMasks[KsmSettings]):
         return SoftBinary(start, s.theta, s.beta, s.temperature, s.soft)
 
     def sample_masks(self) -> dict[str, Tensor]:
-        # `masked` multiplies a mask in the shape of its weight in place, which must not be a view
+        # `masked` multiplies a mask with the shape of its weight in place. Such a mask must not be
+        # a view, which `sample_together` returns, so it is sampled on its own.
         small = [site for site in self.masks if self.mask_shape(site) != self.sites[site].shape]
         masks: list[Any] = [self.masks[site] for site in small]
         samples = dict(zip(small, sample_together(masks), strict=True))

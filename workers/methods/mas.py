@@ -38,9 +38,9 @@ class Mas(OneAnchor[MasSettings]):
     of the task, in scenario `class` those of all classes so far. The mean is computed image by
     image, with the evaluation transform, in fp32. A base task has this step, too.
 
-    Differences from the paper: Omega uses at most `samples` images of a task. Unlike the
-    released code, which takes the absolute value of a batch's gradient, it is taken per image: in
-    the gradient of a batch, images cancel each other.
+    Differences from the paper: Omega uses at most `samples` images of a task. The absolute value is
+    that of each image's gradient. The released code takes it of the gradient of a batch, in which
+    images cancel each other.
     """
 
     name = "mas"

@@ -153,6 +153,7 @@ class Meat(Method[MeatSettings]):
 
     def __init__(self, backbone: nn.Module, settings: MeatSettings, seed: int):
         super().__init__(backbone, settings, seed)
+        # Names and shapes of masks: `gates` of tokens or channels, `entries` of weights or neurons.
         self.sites = _sites(backbone, settings)
         self.masks: dict[str, GumbelHard] = {}  # name -> mask of the task in training
         self.loaded: dict[str, dict[str, Tensor]] = {}  # finished task -> boolean masks by name
@@ -190,8 +191,9 @@ class Meat(Method[MeatSettings]):
         return groups
 
     def rate(self, optim: OptimPlan) -> float:
-        """Return the peak learning rate of u = t1 - t2: twice that of the pair, see GumbelHard.
+        """Return the peak learning rate of the mask logits u = t1 - t2 (see `GumbelHard`).
 
+        A number in `mask_lr`, or `paper`, is the rate of t1 and t2; the rate of u is twice that.
         Adam moves an entry by at most the rate per step, so `auto` sets rate * full_rate_steps =
         mask_travel * 2 gamma: long and short trainings reach equally far.
         """

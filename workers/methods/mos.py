@@ -1,4 +1,4 @@
-"""MOS: adapters that start from the previous task's, and predictions that check their adapters.
+"""MOS: adapters that start from the previous task's, and a search for those that fit an image.
 
 Sun, Zhou, Zhao, Gan, Zhan, Ye: MOS: Model Surgery for Pre-Trained Model-Based Class-Incremental
 Learning, AAAI 2025.

@@ -338,7 +338,7 @@ class PackNet(Method[PackNetSettings]):
         self.loaded[state.task] = state.copies
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        """Return W_eff and the copies of a task. For the latest owner W_eff is W: only copies."""
+        """Return W_eff and the copies of a task; for the latest owner only copies: W_eff is W."""
         if self.task is not None and self.task.name == task:
             return self.copies.tensors() if self.copies else {}
         device = self.device

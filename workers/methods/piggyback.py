@@ -80,7 +80,8 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
         super().validate(settings, train, data, scenario)
         is_scaled = settings.mask_lr == "auto" and settings.init == "ones"
         for name in sorted({"start", "theta"} & settings.model_fields_set):
-            if is_scaled:  # steps and distance are both in units of start - theta
+            # The rate is proportional to start - theta, the distance to the threshold: they cancel.
+            if is_scaled:
                 raise UserError(
                     f"{name} is {getattr(settings, name)}, and has no effect with mask_lr auto "
                     "and init ones, where rates are relative to start - theta; leave it out, or "

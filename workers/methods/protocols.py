@@ -35,7 +35,8 @@ class RemembersSamples(Protocol):
 class ReplaysSamples(RemembersSamples, Protocol):
     """Each training step has a second batch, drawn from the memory: `Batch.replay`.
 
-    The batch of the step then has only the task's own samples.
+    In a step that trains, `memory` then selects only the samples of the replay batch. The batch
+    itself has all samples of the task and no others, even if `memory` selects some of them.
     """
 
     def replay_draws(self) -> tuple[int, ...]:
@@ -69,7 +70,7 @@ class CombinesGradients(ReplaysSamples, Protocol):
 
         Args:
             replays: This rank's micro-batches of the replay batch.
-            group: This rank, for collective calls. All ranks make the same calls.
+            group: Group of this rank, for collective calls. All ranks make the same calls.
 
         Returns:
             For each part, this rank's micro-batches of the part, as many as `replays`. The number

@@ -26,7 +26,9 @@ from workers.storage.taskstate import Carried, TaskState, pack_mask, unpack_mask
 # Indices into the buffer `counter`.
 KNOWN = 0  # the number of known masks
 CURRENT = 1  # the index of the mask in training; -1 for none
-TINY = 1e-8  # smallest magnitude of a score, so that its sign keeps a bit of a known mask
+# Smallest magnitude of a score that is restored from a bit of a known mask. The sign of the score
+# is the bit, and a score of 0 would have no sign.
+TINY = 1e-8
 
 
 class SupSupNNSettings(SupSupSettings):

@@ -41,7 +41,7 @@ def find_training_symptoms(
     if not length or not history or job.task is None:
         return []
     label = _get_method_label(job)
-    # The training of the backbone, by `finetune`, has its settings in the section `train`.
+    # The stage `backbone` trains with `finetune`; its settings are the config's section `train`.
     section = "train" if job.method == "finetune" and label == "backbone" else _section(label, job)
     sentences = []
     guessing = math.log(method.competing_outputs())

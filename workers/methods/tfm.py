@@ -433,7 +433,7 @@ def _normalise(group: PairGroup, copies: Mapping[str, Tensor]) -> tuple[Tensor, 
     if f"{sites[-1]}.gamma" in copies:
         old = len(copies[f"{sites[-1]}.gamma"])
         missing = (0, group.used.shape[1] - old)
-        without = group.used[0, :old]  # of parts without a site; not used
+        without = group.used[0, :old]  # any values: parts without a site have no forward-only units
         selected = []
         for name, other in (("gamma", scale), ("beta", shift)):
             tensors = [copies.get(f"{site}.{name}", without).to(scale.device) for site in sites]

@@ -40,7 +40,7 @@ from workers.storage.taskstate import Carried, TaskState
 MAX_FIRST_PASS_BYTES = 1 << 30
 
 
-START_DEVIATION = 0.02  # of random feedback layers
+START_DEVIATION = 0.02  # standard deviation of feedback layers with `start: random`
 
 
 class ToastSettings(MethodSettings):
@@ -110,10 +110,10 @@ class Toast(Method[S]):
     MAX_FIRST_PASS_BYTES: 8 N D bytes for an image with N tokens of width D (`precompute`).
 
     Differences from the paper and its code:
-    - The value bias is not added twice, so that P = 0 is the backbone to the last bit
-      (`td_value_bias` selects the code's way). P is trained, which agrees with the paper's count of
-      parameters (`train_P`). Weight decay acts on P and the feedback layers, not on xi, because its
-      length has no effect.
+    - The value bias is not added twice, so that with P = 0 the features equal the backbone's bit
+      for bit (`td_value_bias` selects the code's way). P is trained, which agrees with the paper's
+      count of parameters (`train_P`). Weight decay acts on P and the feedback layers, not on xi,
+      because its length has no effect.
     - The backbone is in evaluation mode in both passes: no stochastic depth. Heads start like those
       of all methods.
     - Feedback from a block below the last takes its raw output, like in the paper's language
@@ -244,7 +244,7 @@ class Toast(Method[S]):
         if context.step != "pretune" and self.settings.train_P:
             tensors["transform"] = torch.eye(self.width)
         parameters = {name: nn.Parameter(t.to(device, copy=True)) for name, t in tensors.items()}
-        self.own = nn.ParameterDict(parameters)  # sorts by name
+        self.own = nn.ParameterDict(parameters)  # `ParameterDict` sorts by name
         for name, parameter in self.own.items():
             weight_decay = 0.0 if name == "prior" else context.optim.weight_decay
             groups.append({"name": name, "params": [parameter], "weight_decay": weight_decay})

@@ -55,7 +55,7 @@ class AnchoredWeights:
         self.weights = [weights[name] for name in importance]
         self.anchors = flatten(anchors[name] for name in importance)
         self.importance = flatten(importance.values())
-        # Used in every step, because a CPU clears the pages of a new large tensor.
+        # Buffers that all steps reuse: a CPU would clear the pages of new large tensors.
         self._distance = torch.empty_like(self.anchors)
         self._product = torch.empty_like(self.anchors)
 
@@ -87,7 +87,7 @@ class AnchoredWeights:
 
 
 class QuadraticPenalty(torch.autograd.Function):
-    """See `AnchoredWeights.penalty`. The bits of the gradient are those of the plain expression."""
+    """See `AnchoredWeights.penalty`. The gradient is that of the plain expression, bit for bit."""
 
     @staticmethod
     def forward(

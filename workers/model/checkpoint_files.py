@@ -22,7 +22,7 @@ from torch import Tensor
 from workers.errors import UserError, describe_error
 
 SUFFIXES = (".pth.tar", ".pth", ".pt", ".bin", ".ckpt")
-# Prefixes of all names that wrappers add: DistributedDataParallel and torch.compile.
+# Prefixes that wrappers (DistributedDataParallel, torch.compile) add to the names of all tensors.
 WRAPPERS = ("module.", "_orig_mod.")
 
 

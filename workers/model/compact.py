@@ -277,8 +277,8 @@ def cut_channels(cnn: nn.Module) -> None:
     for block in blocks:
         inner = [(block.conv1, block.bn1, block.conv2)]
         if isinstance(block, Bottleneck):
-            # last convolution first: without removed outputs of conv2, more outputs of conv1 can
-            # have no outgoing weights
+            # The last convolution comes first: after outputs of conv2 are removed, more outputs of
+            # conv1 can be without outgoing weights.
             inner.insert(0, (block.conv2, block.bn2, block.conv3))
         for before, norm, after in inner:
             live = after.weight.ne(0).any(dim=(0, 2, 3))

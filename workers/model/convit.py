@@ -19,12 +19,13 @@ from torch.nn import functional as F
 
 
 class GatedAttention(nn.Module):
-    """GPSA: A = (1 - g) softmax(q k^T / sqrt(d)) + g P, (B, N, D) -> (B, N, D).
+    """Gated positional self-attention: (B, N, D) -> (B, N, D).
 
-    For head h, P = softmax_j(u_h . r_ij + b_h) and g_h = sigmoid(gate_h). P, (H, N, N), does not
-    depend on the image, so it is computed once per forward pass. The content part uses fused
-    attention. The rows of both parts sum to 1, so the mixture is not normalised again. Other
-    arguments that timm passes (`of_timm`) are ignored.
+    The attention weights are A = (1 - g) softmax(q k^T / sqrt(d)) + g P. For head h,
+    P = softmax_j(u_h . r_ij + b_h) and g_h = sigmoid(gate_h). P, (H, N, N), does not depend on the
+    image, so it is computed once per forward pass. The content part uses fused attention. The rows
+    of both parts sum to 1, so the mixture is not normalised again. Other arguments that timm passes
+    (`of_timm`) are ignored.
     """
 
     # (N, N, 3): r_ij = (dx, dy, dx^2 + dy^2) from patch i to patch j; `ConViT` sets this buffer,

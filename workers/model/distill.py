@@ -1,4 +1,7 @@
-"""Distillation: a frozen copy of the network before a task, and losses between both outputs."""
+"""Distillation losses between a trained network (student) and a frozen copy of it (teacher).
+
+The copy is made before a task is trained.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ class Teacher:
     """Frozen copies of a backbone and of the heads of some tasks.
 
     This class is intentionally not an `nn.Module`. As a submodule of a method it would be put into
-    training mode, draw drop paths and be stored in checkpoints. Checkpoints do not need it, because
-    it equals the carried state of the previous task.
+    training mode, apply stochastic depth and be stored in checkpoints. Checkpoints do not need it,
+    because it equals the carried state of the previous task.
 
     Args:
         backbone: The backbone to copy.

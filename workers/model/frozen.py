@@ -1,7 +1,7 @@
 """Cast frozen weights once for bf16 autocast, not in every forward pass.
 
 Autocast caches the casts of trained weights within a step, but it casts frozen weights at each use.
-In a frozen ViT these are a third of the operators of a training step.
+In a frozen ViT, these casts are a third of the operators of a training step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from workers.model.masked import GatedConv2d, GatedLinear
 
 # Layers that use their weight and bias in one product only. A subclass that uses the weight
-# elsewhere too, for example in a sum with a low-rank update, would compute other bits.
+# elsewhere too, for example in a sum with a low-rank update, would compute other values.
 LAYERS = (nn.Linear, nn.Conv2d, GatedLinear, GatedConv2d)
 
 M = TypeVar("M", bound=nn.Module)
@@ -27,10 +27,10 @@ M = TypeVar("M", bound=nn.Module)
 class CastOnce:
     """The forward pass of a frozen layer, with bf16 copies of weight and bias under autocast.
 
-    The bits are those of autocast. The copies are made in the first pass under bf16 autocast, and
-    again if a parameter was replaced or changed in place (but not through `.data`). The plain
-    forward pass runs outside autocast, and with tensors in place of the layer's parameters
-    (`torch.func.functional_call`) or parameters that need a gradient.
+    Results are bitwise equal to those of autocast. The copies are made in the first pass under bf16
+    autocast, and again if a parameter was replaced or changed in place (but not through `.data`).
+    The layer's ordinary forward pass runs instead if bf16 autocast is off, if tensors replace the
+    parameters (`torch.func.functional_call`), or if a parameter needs a gradient.
 
     Args:
         layer: A layer of a class in LAYERS. This object does not keep it alive.

@@ -90,7 +90,7 @@ class Heads(nn.Module):
 
 
 class JointHeads(Heads):
-    """One linear layer without bias for the classes of all tasks, stored as its rows by task.
+    """One linear layer without bias for the classes of all tasks; each task's rows are one head.
 
     `renew` replaces all rows when the number of features grows. A head that is restored with a
     bias, such as that of a base task, keeps the bias until `renew`.
@@ -121,7 +121,7 @@ class JointHeads(Heads):
 
 
 def sum_old_targets(targets: Tensor, old: int) -> Tensor:
-    """Return targets (b, 1 + new): the sum over the old classes, then the new classes.
+    """Return targets (b, 1 + new): first the sum over all old classes, then each new class.
 
     Args:
         targets: Targets, (b, classes so far).

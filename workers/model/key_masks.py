@@ -86,7 +86,7 @@ class Attend(torch.autograd.Function):
         into_policy = policy.new_empty(policy.shape)
         into_qkv = [torch.empty_like(part) for part in qkv]
         shared = (1, 2) if policy.shape[2] == 1 else (1,)  # axes of a policy: heads, queries
-        # sum_j Psi_ij dPsi_ij
+        # sum_j Psi_ij dPsi_ij, with the gradient dPsi of the attention weights Psi
         mean = (gradient * output).sum(-1, keepdim=True, dtype=policy.dtype)
         start = bias
         if log_total is not None:
@@ -103,12 +103,12 @@ class Attend(torch.autograd.Function):
                 weights.sub_(top).clamp_(max=LARGEST_EXPONENT).exp_()
                 weights.div_((weights * keep).sum(-1, keepdim=True))
             else:
-                # The largest score of a kept key is at least log_total - log N.
+                # Here weights = score - log_total. The largest one of a kept key is >= -log N.
                 if float(weights.max()) > LARGEST_EXPONENT - math.log(tokens):
                     top = (weights + log_keep).amax(-1, keepdim=True)
                     weights.clamp_(max=top + LARGEST_EXPONENT)
                 weights.exp_()
-            # Psi = weights * keep; pull is the gradient of the policy in each map
+            # Psi = weights * keep; pull (b, H, N, N) is the policy's gradient before summation
             pull = _multiply(g, v, 1.0, policy.dtype).unflatten(0, (-1, heads))
             pull.sub_(mean_t).mul_(weights)
             torch.sum(pull, shared, keepdim=True, out=dp)
@@ -125,11 +125,11 @@ def _is_fused_on_cpu(tensor: Tensor) -> bool:
     """Return whether to use the CPU's fused attention; `sdpa_kernel` can disable it."""
     if tensor.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return bool(torch.backends.cuda.flash_sdp_enabled())  # of CPUs, too
+    return bool(torch.backends.cuda.flash_sdp_enabled())  # the flag also applies to CPUs
 
 
 def _count_images(qkv: Tensor) -> int:
-    """Return the number of images of a tile."""
+    """Return the number of images that the backward pass processes at once (a tile)."""
     batch, heads, tokens, _ = qkv.shape[-4:]
     if not _is_fused_on_cpu(qkv):
         return batch
@@ -171,7 +171,7 @@ def _list_tiles(
 def _multiply(
     left: Tensor, right: Tensor, scale: float, dtype: torch.dtype, start: Tensor | None = None
 ) -> Tensor:
-    """Return start + scale * left right^T, (t, N, D) x (t, N, D) -> (t, N, N), in a dtype."""
+    """Return start + scale * left right^T, (t, N, D) x (t, N, D) -> (t, N, N), in `dtype`."""
     right = right.transpose(1, 2)
     if start is None:
         product = torch.bmm(left, right).to(dtype)
@@ -182,6 +182,6 @@ def _multiply(
 
 
 def _mask(values: Tensor, keep: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values * keep, in place unless the dtype changes."""
+    """Return values * keep in `dtype`; in place if `values` already has it."""
     out = values if values.dtype == dtype else torch.empty_like(values, dtype=dtype)
     return torch.mul(values, keep, out=out)

@@ -1,8 +1,8 @@
 """Masked attention, gated neurons and gated channels: timm's modules with another `forward`.
 
 `make_maskable` changes the class of a module of an existing backbone; no tensor is copied. The
-parameters, their names, hooks and the digest stay the same. Without a mask, the forward pass is
-that of timm.
+parameters, their names, the hooks and the digest of the backbone stay the same. Without a mask, the
+forward pass is that of timm.
 
 MEAT is Xue, Zhang, Song, Song: Meta-attention for ViT-backed Continual Learning, CVPR 2022. Axes:
 B images, H heads, N tokens (prefix tokens first), D head width, C channels.
@@ -165,8 +165,8 @@ def mask_keys(attn: Any, where: str, instead: str) -> Any:
 
     Args:
         attn: The module.
-        where: Name of the module in the message.
-        instead: Remedy in the message.
+        where: Name of the module in the error message.
+        instead: Replacement for the backbone that the error message suggests.
 
     Raises:
         UserError: If `MASKED` does not contain the class of the module.
@@ -182,7 +182,7 @@ def mask_keys(attn: Any, where: str, instead: str) -> Any:
 class GatedLinear(nn.Linear):
     """nn.Linear with gated inputs, which masks the neurons before the layer.
 
-    To train a gate, no gradient of the (frozen) weight is computed. A mask on the columns of the
+    Training a gate does not compute the gradient of the frozen weight. A mask on the columns of the
     weight would be equivalent, but would need the gradient of the whole masked weight.
 
     Attributes:
@@ -204,8 +204,8 @@ class GatedLinear(nn.Linear):
 class GatedProduct(torch.autograd.Function):
     """`F.linear(x * gate, weight, bias)` with a 0/1 gate and a frozen layer.
 
-    The bits are those of the composed operations. But the forward pass masks the weight, which is
-    smaller than the inputs.
+    The result is bitwise equal to that of the composed operations. The forward pass masks the
+    weight instead of the inputs, because the weight is smaller.
     """
 
     @staticmethod
@@ -283,8 +283,8 @@ def make_maskable(
         masked: The new class. Its `forward` reimplements that of `plain`.
         plain: The required class.
         module: The module.
-        where: Name of the module in the message.
-        instead: Remedy in the message.
+        where: Name of the module in the error message.
+        instead: Replacement for the backbone that the error message suggests.
 
     Raises:
         UserError: If the class of the module is neither `plain` nor `masked`. A subclass of `plain`

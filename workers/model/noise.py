@@ -1,4 +1,4 @@
-"""Stochastic depth with the random numbers of `StepRng`: equal for any number of ranks."""
+"""Stochastic depth with random numbers of `StepRng`, which are equal for any number of ranks."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ class PathNetwork(nn.Module):
 def stack_paths(paths: Iterable[Path], blocks: int) -> dict[str, list[Tensor]]:
     """Join the modules of all paths at a block into one bottleneck with all their units.
 
-    Blocks with modules of the same paths are joined, and cast for autocast, together.
+    To save operators, the modules of all blocks that use the same paths are joined and cast for
+    autocast together.
 
     Returns:
         A list with one tensor per block, by name of the tensor. Empty without paths.
@@ -87,12 +88,12 @@ def stack_paths(paths: Iterable[Path], blocks: int) -> dict[str, list[Tensor]]:
     paths = list(paths)
     if not paths:
         return {}
-    # positions of a block's modules in their paths, None where a path has no module -> blocks
+    # modules[block][number]: position of the block's module in path `number`; None: no module
     modules: list[list[int | None]] = [[None] * len(paths) for _ in range(blocks)]
     for number, path in enumerate(paths):
         for position, (block, _) in enumerate(path.indices):
             modules[block][number] = position
-    groups: dict[tuple[int, ...], list[int]] = {}  # numbers of paths -> blocks with their modules
+    groups: dict[tuple[int, ...], list[int]] = {}  # paths -> blocks that use them
     for block, positions in enumerate(modules):
         own = tuple(number for number, position in enumerate(positions) if position is not None)
         groups.setdefault(own, []).append(block)

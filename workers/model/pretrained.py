@@ -1,4 +1,4 @@
-"""Pretrained models of timm and the hub: their architecture, input settings and weights.
+"""Pretrained models of timm and the Hugging Face hub: architecture, input settings and weights.
 
 Weights are converted to the names and shapes of the backbone.
 """

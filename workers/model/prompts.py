@@ -83,7 +83,7 @@ def leave_unbiased(bias: Tensor, prompts: Tensor, prefix: int) -> Tensor:
 class PromptedBeitAttention(BeitAttention):
     """timm's attention of BEiT; `bias_form` extends its bias of relative positions by the prompts.
 
-    None: the bias is unchanged.
+    If `bias_form` is None, the bias is unchanged.
     """
 
     bias_form: SwitchedForm | None = None

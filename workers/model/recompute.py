@@ -19,7 +19,7 @@ BlockState = list[tuple[Any, dict[str, Any]]]
 
 
 class Recomputing(nn.Module):
-    """Mixin of a block that keeps its input for the backward pass, and no activations within."""
+    """Mixin of a block that keeps only its input, not its activations, for the backward pass."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         compute = super().forward
@@ -30,7 +30,9 @@ class Recomputing(nn.Module):
 
         def compute_with_state(*inputs: Any, **named: Any) -> Any:
             nonlocal has_run
-            if not has_run:  # the forward pass, whose new attributes hooks of the block can need
+            # The forward pass must not use `restored`, because that would undo the attributes that
+            # hooks of the block set.
+            if not has_run:
                 has_run = True
                 return compute(*inputs, **named)
             with restored(state):
@@ -58,8 +60,8 @@ def _get_recomputing_class(kind: Any) -> Any:
 def copy_state(block: nn.Module) -> BlockState:
     """Return the attributes of all modules of a block, and of the objects that are their hooks.
 
-    In the backward pass, a method has removed the weights, masks and tensors of hooks that it used
-    in the forward pass.
+    The recomputation in the backward pass needs this copy: by then, the method has removed the
+    weights, masks and hook tensors of the forward pass.
     """
     state: BlockState = []
     for module in block.modules():

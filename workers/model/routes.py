@@ -1,12 +1,16 @@
-"""CTR's knowledge-sharing module as autograd functions with hand-written backward passes.
+"""CTR's knowledge-sharing module (see ctr_full.py), with hand-written backward passes.
 
-They run fewer operators than the plain functions (`plain_*`); values and gradients are bitwise
-equal. With `out`, an operator writes its result in the dtype or memory format that the next
-operator needs. `torch.compile` gets the plain functions, because it fuses operators itself.
+Each task has capsules (N, C), one vector of C channels per token. The route of a task, relu(key
+maxima + query), determines its gate and its similarity to the current task.
+
+The autograd functions run fewer operators than the plain functions (`plain_*`), with bitwise equal
+values and gradients. With `out`, an operator writes its result in the dtype or memory format that
+the next operator needs. `torch.compile` gets the plain functions, because it fuses operators
+itself.
 
 Axes: B images, T tasks (the current task is the last), N tokens, C channels, R filters of each
 kernel size K. Results for several kernel sizes are stacked in the order of the filters. Key filters
-see the tokens of every task, query filters only those of the current task. Each of these B T + B
+see the capsules of every task, query filters only those of the current task. Each of these B T + B
 inputs (N, C) is a row; the rows of keys come first. In `backward`, `into_x` is the gradient with
 respect to x.
 """
@@ -35,8 +39,8 @@ class Windows(NamedTuple):
         maximum: Index of the entry's maximum in the maxima (sizes, B T + B, R), flattened.
         offset: Index of the entry's token in the tokens (B, T, N), flattened, if its window starts
             at token 0. For another window, its start is added.
-        part: Added to the index of the entry's token, this is the index of the token in
-            (sizes, B T + B, N), flattened. There each row of each kernel size has its own tokens.
+        part: Offset that converts the index of a token in (B, T, N) to its index in
+            (sizes, B T + B, N), flattened, where each row of each kernel size has its own tokens.
     """
 
     maximum: Tensor
@@ -128,7 +132,7 @@ class WindowMaxima(torch.autograd.Function):
         parts = winners.new_zeros(len(sizes) * rows * tokens, channels)
         parts.index_add_(0, positions + constants.part, into_winners)
         keys, queries = parts.view(len(sizes), rows, tokens, channels).split([images, batch], 1)
-        # For equal bits: add in the order in which autograd adds gradients in `plain_maxima`.
+        # Sum in the order in which autograd adds gradients in `plain_maxima`, for equal rounding.
         *others, last = keys.unflatten(1, (batch, tasks)).unbind()
         total = into_u + last
         for part in reversed(others):
@@ -170,7 +174,7 @@ def find_maxima(
     are multiplied by the filters, with a gradient.
 
     Args:
-        u: Tokens (B, T, N, C).
+        u: Capsules of all tokens (B, T, N, C).
         filters: Key and query filters of the first kernel size, then of the next, (R, K, C) each.
         scoring: The filters in the dtype of u, used to locate the maxima.
 
@@ -252,7 +256,7 @@ class JoinKernels(torch.autograd.Function):
 
 
 def sum_backwards(parts: Tensor) -> Tensor:
-    """Return the sum over axis 0, added from the last entry to the first, each time rounded."""
+    """Return the sum over axis 0, added from the last entry to the first, as autograd does."""
     *others, total = parts.unbind()
     for part in reversed(others):
         total = total + part

@@ -17,7 +17,7 @@ START_STD = 0.02  # standard deviation of the initial scales (mean 1) and shifts
 
 
 def scale_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return gamma .* x + beta. x: (..., d); scale, shift: (d,)."""
+    """Return scale .* x + shift, for x (..., d), scale (d,) and shift (d,)."""
     return x * scale + shift
 
 

@@ -128,6 +128,7 @@ def extend_subspace(subspace: Subspace | None, moments: Tensor, threshold: float
     basis = subspace.basis
     if not subspace.is_free:
         return keep_smaller(torch.cat([basis, added], 1))
+    # F spans the complement: remove the added directions from it
     left, _ = decompose(basis - added @ (added.T @ basis))
     return Subspace(left[:, : basis.shape[1] - count], is_free=True)
 

@@ -1,10 +1,10 @@
 """Infer the mask that fits some images, among several masks of the same weights.
 
 Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. The outputs of a network with weights
-W .* sum_i alpha_i M^i have a high entropy if the masks do not fit the images. The mask that fits
-best is the one with the most negative derivative of the entropy with respect to its alpha_i: more
-of this mask would lower the entropy most (Eq. 3 and 4). Other objectives than the entropy can be
-used.
+W .* sum_i alpha_i M^i, for masks M^i with shares alpha_i, have a high entropy if the masks do not
+fit the images. The mask that fits best is the one with the most negative derivative of the entropy
+with respect to its alpha_i: more of this mask would lower the entropy most (Eq. 3 and 4). Other
+objectives than the entropy can be used.
 """
 
 from __future__ import annotations

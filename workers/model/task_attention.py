@@ -157,7 +157,7 @@ class TokenNetwork(nn.Module):
         self.heads = nn.ModuleList(heads)
 
     def embeddings(self, images: Tensor) -> Tensor:
-        """Return the embeddings (b, tasks, D) of images (b, 3, H, W), or (b, 1, D)."""
+        """Return the embeddings of images (b, 3, H, W): (b, tasks or, if `shares_token`, 1, D)."""
         encoded = self.encoder.forward_features(images)  # (b, prefix + N, D)
         patches = encoded[:, self.encoder.num_prefix_tokens :]
         heads = self.each()[:1] if self.shares_token else self.each()

@@ -78,22 +78,24 @@ class TopDown:
     """The two passes of a ViT; the steered blocks are start + 1, ..., stop, counted from 1.
 
     Pass 1 ends after block L = `stop`. Its output tokens x are weighted: s_n = clamp(cos(x_n, xi),
-    0, 1), where xi (`prior`) is a learned vector (D,). If block L is the last block, the final norm
-    is applied before. Pass 2 starts from the input of block start + 1 in pass 1. The feedback path
-    is linear and without bias. It changes the values v_l of block l in pass 2, for l = L, ...,
-    start + 1:
+    0, 1), where xi (`prior`) is a learned vector (D,). If block L is the last block, x are the
+    tokens after the final norm. Pass 2 starts from the input of block start + 1 in pass 1. The
+    feedback path is linear and without bias. It changes the values v_l of block l in pass 2, for
+    l = L, ..., start + 1:
 
         r_{L+1} = (s x) P,  r_l = W1_l r_{l+1},  td_l = W2_l r_l,  v_l += W_v td_l
 
-    Therefore the path is one matrix per block, v_l += M_l (s x) with M_l = W_v W2_l W1_l ... W1_L
-    P^T, and one matrix product gives the feedback of all blocks. Training computes M_l too: a batch
-    has many more tokens than D, so products of (D, D) matrices cost little.
+    P (D, D) is a channel transform, and W_v (A, D) the block's weight of the values. Therefore the
+    path is one matrix per block, v_l += M_l (s x) with M_l = W_v W2_l W1_l ... W1_L P^T, and one
+    matrix product gives the feedback of all blocks. Training computes M_l too: a batch has many
+    more tokens than D, so products of (D, D) matrices cost little.
 
     Args:
         backbone: A timm ViT.
         start: Number of blocks below the steered blocks.
         stop: Last steered block, counted from 1. None: the last block of the ViT.
-        value_bias: Add the value bias of each steered block a second time in pass 2.
+        value_bias: Add the value bias of each steered block a second time in pass 2, as TOAST's
+            released code does.
 
     Raises:
         UserError: If the values of a steered block cannot be steered.

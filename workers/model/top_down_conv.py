@@ -110,7 +110,7 @@ class StageTopDown:
         return layers
 
     def prior(self, generator: torch.Generator) -> Tensor:
-        """Return an initial xi, (C,): the mean position of the last map of a noise image."""
+        """Return an initial xi, (C,): the mean over the positions of a noise image's last map."""
         side = 2 * self.backbone.feature_info[-1]["reduction"]
         noise = torch.randn(1, 3, side, side, generator=generator)
         _, last_map = self.first_pass(noise.to(next(self.backbone.parameters())))

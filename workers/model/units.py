@@ -104,8 +104,9 @@ def list_unit_rows(vit: Any) -> list[UnitRows]:
 
     In each block, weights come before biases.
 
-    It is enough to mask the queries, because scores are products of queries and keys. Rotary
-    embeddings mix pairs of channels after the projection, so with these the keys are masked, too.
+    For `qk` units it is enough to mask the queries, because scores are products of queries and
+    keys. Rotary embeddings mix pairs of channels after the projection, so with these the keys are
+    masked, too.
     """
     if vit not in _rows_of:  # cached, because it is called in every training step
         _rows_of[vit] = _find_unit_rows(vit)

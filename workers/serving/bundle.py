@@ -75,7 +75,7 @@ class Bundle:
         body: Content of `model.json`.
         fetch: Function that returns the bytes of a file by its name.
         where: Name of the bundle in errors.
-        job: The evaluation from which the bundle was made; None for a folder.
+        job: The evaluation job from which the bundle was made; None for a folder.
     """
 
     body: Mapping[str, Any]

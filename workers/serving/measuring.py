@@ -38,7 +38,7 @@ MAX_TRAIN_IMAGES = 256  # per task; with more classes, one image per class
 MAX_TEST_IMAGES = 256  # per task
 MAX_RULE_IMAGES = 64  # per task, to measure the rules
 # Maximum of 2 T^2 n for T tasks and n images per task. It limits n, because a rule can need a
-# forward pass for each task and image.
+# forward pass for each of the T n images with each of the T tasks.
 MAX_RULE_PASSES = 4096
 
 
@@ -217,6 +217,6 @@ def _read_features(predictor: Predictor, table: SampleTable, rows: list[int], ta
 def _read_row_pixels(
     predictor: Predictor, table: SampleTable, rows: list[int]
 ) -> NDArray[np.uint8]:
-    """Return the images of some rows of a table, uint8 (rows, 3, S, S)."""
+    """Return the images of some rows of a table; see `Predictor.read_pixels`."""
     limits = Limits(predictor.bundle.body["max_pixels"], value_range=predictor.bundle.value_range)
     return predictor.read_pixels([table.read_bytes(row) for row in rows], limits)

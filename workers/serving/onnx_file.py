@@ -24,11 +24,11 @@ from workers.methods.base import Method
 from workers.serving.bundle import Bundle
 from workers.storage.artifact import write_bytes
 
-PACKAGES = ("onnx", "onnxruntime", "onnxscript")  # the extra `onnx`
+PACKAGES = ("onnx", "onnxruntime", "onnxscript")  # of the extra `onnx` in pyproject.toml
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 INPUT, OUTPUT = "images", "logits"
 OPSET = 18
-TOLERANCE = 1e-5  # relative to the largest absolute logit, at least to 1
+TOLERANCE = 1e-5  # largest accepted result of `_compute_onnx_difference`
 TRACED_IMAGES = 2  # batch size of the export; with 1 the exporter would fix the batch size
 CHECKED_IMAGES = (1, 5)  # sizes of the batches of noise on which both models are compared
 MAX_WEIGHT_BYTES = (1 << 31) - (1 << 20)  # an ONNX file can have 2 GiB; 1 MiB is for the rest
@@ -172,7 +172,10 @@ def _trace_onnx(method: Method, task_name: str, side: int, metadata: dict[str, s
 
 
 def _compute_onnx_difference(data: bytes, method: Method, task_name: str, side: int) -> float:
-    """Return the largest difference of onnxruntime's logits, relative to the largest logit."""
+    """Return the largest absolute difference between the logits of onnxruntime and the method.
+
+    The difference is divided by the largest absolute logit, or by 1 if all logits are smaller.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -41,7 +41,7 @@ class MeasuredBatch(NamedTuple):
     """Answered images whose distances are to be measured.
 
     Attributes:
-        pixels: uint8 (n, 3, S, S).
+        pixels: Decoded images, the result of `Predictor.read_pixels`.
         tasks: Task of each answer.
         day: Day of the answers, in UTC.
     """
@@ -96,7 +96,7 @@ class InputRecorder:
         """Count answers.
 
         Args:
-            pixels: uint8 (n, 3, S, S).
+            pixels: Decoded images, the result of `Predictor.read_pixels`.
             tasks: The task of each image in the request, or None.
             answers: The answer to each image.
         """

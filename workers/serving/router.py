@@ -40,7 +40,7 @@ class Router:
 
     @classmethod
     def load(cls, bundle: Bundle, weights: Mapping[str, Tensor], device: torch.device) -> Router:
-        """Create a router from the weights of each task: name -> (K, projection)."""
+        """Create a router from the weights of each task: name -> (classes, projection)."""
         (projection,) = {weight.shape[1] for weight in weights.values()}
         router = cls(bundle, device, projection)
         for name, weight in weights.items():
@@ -62,7 +62,7 @@ class Router:
         self.method.collect(task, batch)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return name of a task -> weights, (K, projection)."""
+        """Return name of a task -> weights, (classes, projection)."""
         heads = self.method.heads
         return {name: heads[name].weight.detach().clone() for name in heads.names}
 

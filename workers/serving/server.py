@@ -1,6 +1,8 @@
 """Predict with a loaded bundle: see `Predictor`.
 
 The images of a batch can belong to several tasks, and a request can leave out the task of an image.
+Axes: S side of the decoded images in pixels, H and W sides of the network's input, which is the
+central crop.
 """
 
 from __future__ import annotations
@@ -264,7 +266,7 @@ class Predictor:
         budget: PixelBudget | None = None,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> NDArray[np.uint8]:
-        """Return images as uint8 (n, 3, S, S), resized as in training; see `images.read_pixels`."""
+        """Return images as uint8 (n, 3, S, S), resized for evaluation; see `images.read_pixels`."""
         side, interpolation = self.augment.size_in, self.augment.interpolation
         return read_pixels(images, side, limits, budget, interpolation, is_cancelled)
 

@@ -69,7 +69,7 @@ class Manifest(TypedDict, total=False):
     Attributes:
         wall_s: Duration of the stage in seconds.
         cpu_s: CPU time of the stage in seconds, in the process of rank 0 and its ended children.
-        made_of: Content digest of each input, by stage id.
+        made_of: Content digest of each input, by key of its stage.
     """
 
     attempt: Required[str]

@@ -194,7 +194,8 @@ def _check_variants(files: Files) -> None:
 
     For example, `full/train.parquet` and `small/train.parquet` are two variants of a data set.
     """
-    # the folders of a path that name no split -> the rest of such paths: other folders, file name
+    # folders of a path without a split word, joined -> the rest of each such path: the folders with
+    # a split word, and the file name
     names_by_top: dict[str, set[str]] = {}
     for name in files.names:
         *folders, base = name.split("/")

@@ -38,7 +38,9 @@ from pipeline.data.splits import (
 from workers.errors import UserError
 
 MAX_SPLIT_VALUES = 50  # distinct values of a split column, and of a label column of numbers
-MAX_ROLE_VALUES = 5  # distinct values of a column like `test_group`, if they name no split
+# A column with a split word in its name, like `test_group`, is not a split column if its values
+# name no split and more than this number of them are distinct.
+MAX_ROLE_VALUES = 5
 MAX_VALUE_LENGTH = 60  # characters of a value that names a split
 MAX_NAMED_COLUMNS = 12  # columns listed in an error
 LABEL = "label"  # the usual name of the label column, and the setting that chooses it
@@ -143,6 +145,8 @@ def find_label_column(
     usual = [name for name in declared if normalize_word(name) not in NO_LABEL_COLUMNS]
     declared = {name: declared[name] for name in usual or declared}
     if declared and not exact:
+        # The declared column with the most classes is the candidate. Columns whose values follow
+        # from it, for example a superclass, are no candidates.
         finest = max(declared, key=lambda name: len(declared[name]))
         coarser = [*declared, *named]
         named = [name for name in coarser if not _refines(columns.sample, finest, name)]
@@ -155,7 +159,8 @@ def find_label_column(
         rivals = []
     elif named:
         rivals = [name for name in likely if not _are_numbers(columns.sample[name])]
-        # `category` and `y` are weak names for a label; the others have rivals only beside ranks
+        # `category` and `y` are weak names for a label: they always have rivals. Other names have
+        # rivals only if the table has taxonomic ranks, such as `species`.
         if not {normalize_word(name) for name in others} & RANKS:
             rivals = [name for name in rivals if normalize_word(named[0]) in ("category", "y")]
     else:
@@ -336,7 +341,7 @@ def find_split_columns(
 
 
 def _check_given_values(columns: Columns, names: Sequence[str], splits: Mapping[str, Any]) -> None:
-    """Raise SplitUnclear if the user assigns a value to a split that the split column lacks."""
+    """Raise SplitUnclear if `splits` contains a value that does not occur in the split column."""
     values = columns.distinct(names[0]) if len(names) == 1 else None
     known = {normalize_label(value) for value in values or ()}
     known |= {str(label) for label in known}

@@ -475,8 +475,8 @@ def _sample_items(
                 items.append(item)
         yield from read_items(items)
         return
-    # A unit is a part of the source that is read in one go (`formats.base.Unit`). `map`: without
-    # workers.
+    # A unit is a part of the source that is read in one go (`formats.base.Unit`). The built-in
+    # `map` divides the source in this process, without workers.
     all_units = units(card, map, entries)
     items_per_unit = max(MAX_PREVIEWED // max(len(all_units), 1), 1)
     for unit in all_units:

@@ -378,7 +378,8 @@ class SourceFolder:
         ]
         stems = {e.name.rpartition(".")[0] for e in self.entries if _is_image(e)}
         bases = {stem.rpartition("/")[2] for stem in stems}
-        # If there are many files with the names of images, they hold annotations such as boxes.
+        # If many tables are named like an image (`1.csv` for `1.jpg`), each holds annotations of
+        # its image, such as boxes, and is not a table of labels.
         has_annotations = 2 * sum(_get_stem(name) in bases for name in names) > len(stems)
         names = [
             name
@@ -438,7 +439,10 @@ class SourceFolder:
         return None, next(iter(serious or errors), None), unused
 
     def _leaves_out(self, reading: TableReading, errors: Sequence[UserError]) -> bool:
-        """Return whether a table may miss what other tables have, which could not be read.
+        """Return whether a table may be incomplete without the tables that could not be read.
+
+        That is so if its label column is uncertain, if it has one split and another table has
+        unclear splits, or if it names too few of the images.
 
         Args:
             reading: The table.
@@ -741,7 +745,7 @@ def _is_label_table(tables: Tables) -> bool:
 
 
 def _is_about_one_class(error: UserError) -> bool:
-    # the text is that of `source_classes`
+    # `source_classes` raises a plain UserError with this text
     return "has one class" in str(error) or isinstance(error, NoClasses)
 
 

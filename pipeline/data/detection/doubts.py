@@ -470,8 +470,10 @@ class Checks:
             shared = len(of_first & of_second)
             if shared >= SHARE_PAIRED * max(len(of_first), len(of_second)):
                 paired.append((first, second))
+        # if every class pairs with every other, equal names mean nothing, for example front.jpg and
+        # back.jpg in every class
         is_habit = len(paired) > 1 and len(paired) == len(stems) * (len(stems) - 1) // 2
-        if paired and not is_habit:  # for example front.jpg and back.jpg in every class
+        if paired and not is_habit:
             raise self._no_class_error(paired[0], "have images of the same names")
 
     def _no_class_error(self, names: Sequence[str], why: str = "") -> SplitUnclear:

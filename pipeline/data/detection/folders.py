@@ -317,10 +317,10 @@ def _build_split_layout(folders: Sequence[Folder], notes: list[str], exact: bool
 
 
 def _check_depth(roots: Mapping[str, Folder]) -> None:
-    """Raise SplitUnclear if the folders in a split and the folders in these can be the classes.
+    """Raise SplitUnclear if the splits have two levels of folders, and both can be the classes.
 
-    The inner folders can be classes if those of train recur in another split. Patients or videos,
-    for example, do not.
+    The inner level can be the classes if more than half of its names in the other splits also occur
+    in train. Names of patients or videos, for example, do not.
 
     Args:
         roots: Split -> folder of its classes.

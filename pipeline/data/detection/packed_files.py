@@ -26,7 +26,7 @@ MAX_COMMANDS = 5  # archives that one command unpacks
 
 
 def build_unpack_command(paths: Sequence[str], init_path: str, program: str) -> str | None:
-    """Build the command that unpacks archives and then runs `init`.
+    """Build the shell command that unpacks archives and then runs the subcommand `init`.
 
     Args:
         paths: Paths of the archives.
@@ -34,8 +34,8 @@ def build_unpack_command(paths: Sequence[str], init_path: str, program: str) -> 
         program: The command that starts Accrete.
 
     Returns:
-        The command, or None if an archive is not local or has an unknown format. It leaves out
-        archives whose folder already exists.
+        The command, or None if an archive is not local or has an unknown format. The command leaves
+        out archives whose folder already exists.
     """
     commands: list[str] = []
     target = ""
@@ -51,7 +51,10 @@ def build_unpack_command(paths: Sequence[str], init_path: str, program: str) -> 
 
 
 def _choose_target(path: str) -> str:
-    """Choose the folder to unpack into: next to the archive, or, if that is read-only, here."""
+    """Choose the folder to unpack into.
+
+    It is next to the archive, or in the current folder if that place is read-only.
+    """
     suffix = _find_suffix(path)
     folder, name = os.path.split(path)
     stem = name[: len(name) - len(suffix)] or "unpacked"

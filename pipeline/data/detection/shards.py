@@ -1,8 +1,9 @@
 """Detect a data set in WebDataset tars: find its labels and splits among the members of samples.
 
 For example, the sample `0001` can have the members `0001.jpg`, `0001.cls` and `0001.json`. A member
-is named by its extension. A role is the part of a data set that a word stands for, and a weak word
-often means something else (see `pipeline.data.splits`).
+is named by its extension. A *role* is the part of a data set that a split word such as `training`
+names. A *weak* word, such as `dev`, can be a split word but often means something else (see
+`pipeline.data.splits`).
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ MAX_SAMPLES = 2_000_000  # samples in all shards of a split
 MAX_COMPARED = 20_000  # samples per split, used to compare labels from several members
 # Tars with only these image extensions are used in place. From others, ingest copies the images.
 IN_PLACE = frozenset(("jpg", "jpeg", "png", "webp"))
-FOLDER = "folder"  # source name for the folder of a sample
-KEY = "key"  # source name for the key of a sample
+FOLDER = "folder"  # a source in `Survey`: the folder of a sample
+KEY = "key"  # a source in `Survey`: the key of a sample
 
 
 @dataclass
@@ -177,7 +178,8 @@ def read_shards(files: Files) -> DataSet:
     )
     is_in_place = is_in_place or settings.get("format") == "webdataset"
     source: dict[str, Any] = {"format": "webdataset" if is_in_place else "tar"}
-    # `label` alone is the default of the setting, and means `.cls` (see `formats.tar`)
+    # `source.label: label` is the default and means `.cls`, so a member `label` is written `.label`
+    # (see `formats.tar.label_suffix`)
     source["label"] = f".{label}" if label == "label" else label
     if numbers is not None:
         source["numbers"] = numbers
@@ -210,7 +212,10 @@ def _check_image_members(files: Files, surveys: Mapping[str, Survey]) -> None:
 
 # ---- splits --------------------------------------------------------------------------------------
 def _check_sample_splits(files: Files, surveys: Mapping[str, Survey]) -> None:
-    """Raise SplitUnclear if samples name another split than that of their shards, or none."""
+    """Raise SplitUnclear if samples and the names of their shards do not agree on the split.
+
+    This includes values that look like splits, but name no known split.
+    """
     request = files.request
     if {"split", "splits"} & request.given.keys():
         return
@@ -269,7 +274,8 @@ def _choose_label_member(
     Returns:
         The member or `json:FIELD`, its classes, and the setting `source.numbers` or None. If `.cls`
         has numbers and `.txt` has their names, the classes are these names and the setting is
-        `places`. Otherwise the classes are empty and the setting is None.
+        `places` (a number is a position in the classes). Otherwise the classes are empty and the
+        setting is None.
 
     Raises:
         UserError: If no member holds a label, the requested member is missing, or members or
@@ -307,7 +313,7 @@ def _choose_label_member(
         names = _find_numbered_names(train, [*_iterate_pairs(rows, LABEL_SUFFIX, NAME_SUFFIX)])
         if names or NAME_SUFFIX in candidates:
             return (LABEL_SUFFIX, names, "places") if names else (NAME_SUFFIX, (), None)
-    # names of classes rather than their numbers
+    # prefer a member with the names of classes to one with their numbers
     with_names = [s for s in candidates if not all(str(v).isdecimal() for v in train.labels[s])]
     return (with_names or candidates)[0], (), None
 

@@ -66,9 +66,9 @@ from workers.storage.artifact import join
 
 MAX_SAMPLED_ROWS = 2000  # rows sampled to find the roles of columns
 MAX_PLACED_ROWS = 20_000  # rows sampled to find the patterns of image files
-# Values without an extension can be ids of images or labels. They are not taken for ids if, per
-# distinct value, the column has more than MAX_ROWS_PER_ID rows on average (labels repeat so often),
-# or the source has more than MAX_IMAGES_PER_ID files.
+# Values without an extension can be ids of images, or labels. They are not taken for ids if the
+# column has on average more than MAX_ROWS_PER_ID rows per distinct value (labels repeat that
+# often), or if the source has more than MAX_IMAGES_PER_ID files per distinct value.
 MAX_ROWS_PER_ID = 20
 MAX_IMAGES_PER_ID = 20
 MAX_SAMPLED_VALUES = 40  # values per column that are looked up among the files
@@ -117,8 +117,9 @@ class TableReading(NamedTuple):
     Attributes:
         data_set: The data set.
         is_strong: Whether the label column has a usual name, for example `label`, or the folders of
-            the paths are the labels.
-        is_weak: Whether the label column is named like something else (`photographer`).
+            the paths are the labels. Such a table is preferred to others.
+        is_weak: Whether the label column is named like something else (`photographer`). Class
+            folders are preferred to such a table.
         files: Path of each row's file below `Tables.base` -> its label.
         splits: The same paths -> split.
     """
@@ -168,7 +169,8 @@ def read_tables(tables: Tables) -> TableReading:
     if roles.label == roles.image:
         _check_levels(tables, rows)
     placement = _choose_placement(tables, rows, roles)
-    has_files = request.given.get("files") is None  # patterns in the request come without files
+    # With patterns from the user, `_choose_placement` does not look for the files of the rows.
+    has_files = request.given.get("files") is None
     for split in SPLITS[1:]:  # drop a val or test table if none of its images exists
         of_split = [f for r, f in zip(rows, placement.files, strict=True) if r.split == split]
         if has_files and of_split and not any(of_split) and split in tables.names.values():

@@ -43,7 +43,7 @@ READERS = 8  # concurrent reads from a bucket
 # channel has up to 400 MB.
 MAX_IMAGE_BYTES = 512 << 20
 # A table can store a value once and repeat it in a million rows. Therefore the bytes of all images
-# are limited to a multiple of the bytes of the files; this number of bytes is always allowed.
+# are limited to MAX_UNFOLDING times the bytes of the files. MAX_UNFOLDED_BYTES are always allowed.
 MAX_UNFOLDING = 100
 MAX_UNFOLDED_BYTES = 4 << 30
 
@@ -66,7 +66,8 @@ class Item:
         size: Number of bytes. None: the whole file.
         stamp: Identifies the bytes: name, size and modification time of the file, and the position
             of the image in the file. For rows of a table, this is the position of all rows that
-            are read together. Equal stamps mean equal bytes. Empty if the time is unknown.
+            are read together. Equal stamps mean equal bytes, so ingest does not read a known image
+            again (see `pipeline.data.known_images`). Empty if the time is unknown.
     """
 
     split: str
@@ -414,7 +415,7 @@ def _group_ranges(items: list[Item]) -> Iterator[ItemRange]:
 
 
 def _continues(run: ItemRange, item: Item, stop: int | None) -> bool:
-    """Return whether an item is read together with the run before it."""
+    """Return whether an item is read together with the range before it."""
     if run.uri != item.uri or run.stop is None or stop is None:
         return False
     gap = item.offset - run.stop
@@ -422,7 +423,7 @@ def _continues(run: ItemRange, item: Item, stop: int | None) -> bool:
 
 
 def _read_ahead(runs: Iterator[ItemRange]) -> Iterator[tuple[ItemRange, bytes]]:
-    """Yield runs with their bytes, in order.
+    """Yield ranges with their bytes, in order.
 
     Local files are read in this thread. Files in a bucket are read ahead by other threads.
     """

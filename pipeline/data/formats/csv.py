@@ -1,8 +1,8 @@
 """Format `csv`: tables of image paths and labels, as CSV, JSON lines, Parquet or Arrow.
 
 A path is relative to the folder of the table, unless `source.files` of the card has other patterns
-(see `pipeline.data.file_index`). The file must be inside the source, because it is copied into
-shards, and a table may be untrusted.
+(see `pipeline.data.file_index`). A file outside the source is never read: a table may be untrusted,
+and the content of the files is copied into shards.
 """
 
 from __future__ import annotations

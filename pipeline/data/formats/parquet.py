@@ -144,7 +144,7 @@ def read_parquet(file: ParquetFile, start: int, stop: int, first: int) -> Iterat
         file: The file.
         start: Index of the first row group.
         stop: Index after the last row group.
-        first: Index of the first row in the file.
+        first: Index, in the file, of the first row of these row groups.
 
     Raises:
         UserError: If the row groups cannot be read completely.
@@ -176,10 +176,11 @@ def _split_value(values: SplitValues, cells: Sequence[Any]) -> str:
 
 
 class DeclaredLabels:
-    """Maps the numbers in a file to the class names that the file declares (ClassLabel).
+    """Maps the numbers in a file to the class names that the file declares.
 
-    Files can list their classes in different orders. A number means the class at this position in
-    the list of the same file.
+    The names come from the feature `ClassLabel` in the metadata of the library `datasets`. Files
+    can list their classes in different orders. A number means the class at this position in the
+    list of the same file.
 
     Raises:
         UserError: If `source.numbers` of the card is not `names`, and a declared class has another
@@ -192,7 +193,8 @@ class DeclaredLabels:
         declared = read_schema(uri).classes.get(self.column, ())
         known = {nfc(name): place for place, name in enumerate(card.classes)}
         self.names: tuple[str, ...] = ()
-        # numbers are translated only if a declared class is on the card, or the card says so
+        # numbers are translated only if a declared class is on the card, or `source.numbers` is
+        # `names`
         if any(nfc(name) in known for name in declared) or card.source.numbers == "names":
             self.names = declared
         if card.source.numbers == "names":

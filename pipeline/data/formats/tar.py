@@ -52,7 +52,7 @@ TWO_IMAGES = "corrupt: two images for one key"
 NO_SAMPLE = "other file: neither an image nor a label"
 IMAGE_ENDINGS = frozenset(suffix.lstrip(".") for suffix in IMAGE_SUFFIXES)
 MORE_DATA = "data follows its end mark; the file may be several archives in one"
-# errors when a damaged tar is read; the last two come from malicious headers
+# exceptions that reading a damaged tar can raise; malicious headers cause the last two
 DAMAGE = (tarfile.TarError, EOFError, ValueError, RecursionError)
 
 
@@ -386,7 +386,7 @@ def list_jobs(card: Card, entries: list[Entry]) -> tuple[list[TarJob], list[Item
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
-    """Return the units of all samples: parts of the source that one task reads (see `base.Unit`).
+    """Return the units of all samples: parts of the source that one call reads (see `base.Unit`).
 
     The samples of each tar are listed by `map_fn`.
     """

@@ -27,7 +27,7 @@ class OfficialFolder:
     def __init__(self, path: str):
         self.path = path
         self._real = os.path.realpath(path)
-        # name of a folder -> whether it is inside this folder after links are resolved
+        # name of a subfolder -> whether it is inside `path` after links are resolved
         self._is_inside: dict[str, bool] = {}
 
     def first(self, names: Sequence[str]) -> str | None:

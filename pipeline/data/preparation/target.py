@@ -147,7 +147,8 @@ def write_crop(files: OfficialFolder, image: LabelledImage, path: str) -> None:
 def crop_image(data: bytes, box: ImageBox) -> bytes:
     """Crop an encoded image to a box, which is rounded outwards and clipped at the borders.
 
-    Boxes refer to the stored pixels; the result is upright.
+    Boxes refer to the pixels as stored, before the EXIF orientation is applied. The result is
+    upright.
 
     Raises:
         ValueError: If the box contains no pixel of the image.

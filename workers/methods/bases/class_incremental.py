@@ -97,7 +97,7 @@ class ClassIncremental(Method[S]):
         slices = self.class_slices()
         num_classes = max(task_slice.stop for task_slice in slices.values())
         if batch.targets is None:
-            # `F.one_hot` would read the largest label on the host of some devices.
+            # Not `F.one_hot`: on some devices it reads the largest label on the host, which waits.
             labels = self.global_labels(batch)[:, None]
             zeros = torch.zeros((len(labels), num_classes), device=labels.device)
             return zeros.scatter_(1, labels, 1.0)

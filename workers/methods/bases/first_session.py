@@ -114,9 +114,10 @@ class FirstSession(ClassStatistics[S]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        """Return what a step does not read.
+        """Return the settings that a step does not read.
 
-        `adapt` does not read the settings of the classifier, later steps not those of training.
+        `adapt` does not read the settings of the classifier. Later steps do not read the settings
+        of the training.
         """
         if step == ADAPT:
             shared = FirstSessionSettings.model_fields.keys()
@@ -303,8 +304,8 @@ class Adapters(Adaptation):
 class Prompts(Adaptation):
     """Prompts of the first block, or of every block.
 
-    They are initialised as in VPT's paper. In the released code of APER they start at zero. Equal
-    prompts get equal gradients, so they stay equal: one prompt that is counted p times.
+    They are initialised as in VPT's paper. In the released code of APER all prompts start at zero.
+    Equal prompts get equal gradients, so there they stay equal, like one prompt counted p times.
     """
 
     def __init__(self, backbone: nn.Module, count: int, is_deep: bool):

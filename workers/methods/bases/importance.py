@@ -38,7 +38,8 @@ class WeightImportance(ClassIncremental[S]):
     shares_head = True
     freezes_backbone = False
     may_forget = True
-    # `curvature()` as a text for warnings: the factor of lr * importance in a step of plain SGD.
+    # The formula of `curvature()`, as a text for warnings. In a step of plain SGD, the penalty
+    # moves a weight towards its anchor by lr * curvature * importance times their distance.
     stiffness: ClassVar[str] = "lambda"
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int):

@@ -49,9 +49,10 @@ class PromptBank(SeparateHeads[S]):
         """Return the features (b, d) of images (b, 3, H, W) with the prompts of their queries."""
 
     def match(self, query: Tensor) -> Tensor | None:
-        """Return the term of the loss that trains the keys or regularises the components, a scalar.
+        """Return a further term of the loss, a scalar, or None if the method has no such term.
 
-        Return None if the method has no such term.
+        The term trains the keys with which queries choose prompts (L2P, DualPrompt), or regularises
+        the components of prompts (CODA-Prompt).
 
         Args:
             query: Queries, (b, d).

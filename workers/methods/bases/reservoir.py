@@ -41,8 +41,8 @@ class Reservoir(CarriesMemory[S]):
     the images with the largest priorities. The distribution is the same. The memory depends neither
     on the order of images nor on ranks or epochs, and a smaller memory is a subset of a larger one.
 
-    The memory changes in `herd`, between tasks: a task replays images of earlier tasks only, unless
-    a subclass overrides this, and the first task has no replay. Subclasses can
+    The memory changes in `herd`, between tasks. Therefore a task replays only images of earlier
+    tasks, and the first task has no replay, unless a subclass overrides this. Subclasses can
     override `loss` and `replay_loss`.
     """
 

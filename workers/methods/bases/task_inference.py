@@ -18,7 +18,7 @@ NOT_GIVEN = ActiveIf("scenario", ("class", "domain"))
 
 
 class ChoosesTask(ClassIncremental[S]):
-    """A method that infers the task of each image with `infer`. It follows `InfersTask`."""
+    """A method that infers the task of each image. It implements the protocol `InfersTask`."""
 
     def candidates(self) -> dict[str, tuple[str, ...]]:
         """Return the tasks in the order of `class_slices`; no tasks in scenario `task`."""

@@ -46,6 +46,8 @@ S = TypeVar("S", bound=WeightMaskSettings, default=Any)
 class WeightMasks(Method[S]):
     """A star: W is frozen, and task t is served with M_t .* W, computed when the task changes.
 
+    A site is a layer whose weight W has a mask; sites have the names of their modules.
+
     A subclass defines a mask and, if the mask is not boolean, its storage format (`packed`,
     `unpacked`). The mask is a module from `new_mask`: `sample()` returns the mask as floats with a
     gradient, for training, and `hard()` returns the mask for storage and serving

@@ -3,8 +3,8 @@
 For a stream of T tasks, R[t, i] is the accuracy on task i after stage t, the training on task t;
 its shape is (T, T). It is given as counts `correct` and `total` of this shape, or as rates with the
 default `total=1`, which gives all tasks the same weight. Entries above the diagonal belong to tasks
-not learned yet, and no metric reads them. Therefore forward transfer (GEM) is not a function of R,
-and is measured in scenario `domain` with the setting `stream.measure_next`.
+not learned yet, and no function here reads them. Forward transfer (GEM) needs R[j-1, j], which is
+measured separately, in scenario `domain` with the setting `stream.measure_next`.
 
 An entry is missing if `correct` is NaN, or `total` is NaN or not positive. A metric that needs a
 missing entry is NaN, never a mean over fewer entries. `over_time` returns each metric after each

@@ -229,7 +229,7 @@ class Apd(Method[ApdSettings]):
     name = "apd"
     has_constant_step = True
     family = "parameter isolation"
-    keeps = "scales, sparse weights, norms, biases, head"
+    keeps = "scales, norms, biases, head"
     train_defaults = TrainDefaults(
         lr=1e-4,
         scratch_lr=1e-3,

@@ -120,20 +120,27 @@ class Job:
         stages = [entry["stage"] for entry in recorded if entry["event"] == event]
         return [stage for stage in stages if stage.endswith("/train")]
 
-    def wait_for(self, name: str, event: str, count: int, running: subprocess.Popen[str]) -> float:
+    def wait_for(
+        self, name: str, event: str, count: int, running: subprocess.Popen[str]
+    ) -> float | None:
         """Wait until `count` training stages have this event, and return the seconds waited.
 
+        Return None if the run succeeds first. On a busy machine, an interrupted run can finish all
+        its training before it handles SIGTERM, and the resumed run then trains nothing.
+
         Raises:
-            RuntimeError: If the run ends first.
+            RuntimeError: If the run fails first.
         """
         began = time.monotonic()
-        while len(self.stages(name, event)) < count:
-            if running.poll() is not None:
-                raise RuntimeError(
-                    f"it ended with {running.returncode}: {read_output(running)[-300:]}"
-                )
+        while True:
+            exit_code = running.poll()  # before the events, so that the last ones are seen
+            if len(self.stages(name, event)) >= count:
+                return time.monotonic() - began
+            if exit_code == 0:
+                return None
+            if exit_code is not None:
+                raise RuntimeError(f"it ended with {exit_code}: {read_output(running)[-300:]}")
             time.sleep(LOOK_S)
-        return time.monotonic() - began
 
     def finish(self, running: subprocess.Popen[str]) -> str:
         """Wait for a command and return its output.

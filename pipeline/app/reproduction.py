@@ -259,10 +259,17 @@ def write_files(result: Reproduction) -> list[str]:
     from pipeline.report.plots import to_png
 
     rows: list[Row] = [cell._asdict() for cell in result.cells]
+    # Values and differences have no common scale: the picture has those that are more.
+    differences = [row for row in rows if result.table.rows[row["row"]].minus]
+    values = [row for row in rows if not result.table.rows[row["row"]].minus]
+    if len(differences) > len(values):
+        figure = draw_cells(result.table.title, differences, unit="points")
+    else:
+        figure = draw_cells(result.table.title, values)
     folder = join(result.storage, "papers")
     files = {
         f"{result.name}-{result.scale}.csv": as_csv(rows),
-        f"{result.name}-{result.scale}.png": to_png(draw_cells(result.table.title, rows)),
+        f"{result.name}-{result.scale}.png": to_png(figure),
     }
     paths = []
     for name, data in files.items():

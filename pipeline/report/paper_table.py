@@ -21,21 +21,29 @@ from pipeline.results.tables import Row
 COLUMN_INCHES = 0.9  # width of a column of the table
 MIN_INCHES, MAX_INCHES = 6.0, 14.0  # width of the figure
 PART_INCHES = 3.2  # height of the panel of a part
+LEGEND_LINE_INCHES = 0.22
+HOLLOW = "hollow: in the paper"
 
 
-def draw_cells(title: str, cells: Sequence[Row]) -> Figure:
+def draw_cells(title: str, cells: Sequence[Row], unit: str = "%") -> Figure:
     """Draw a marker for each cell of a table. Hollow markers are the paper's values.
 
     Args:
         title: Title of the figure.
         cells: Rows with `part` (part of the table, which has its own panel), `row`, `column`, and
-            `value` (ours) and `paper` in %; NaN if unknown.
+            `value` (ours) and `paper` in `unit`; NaN if unknown.
+        unit: Label of the y axes.
     """
     parts = list(dict.fromkeys(str(cell["part"]) for cell in cells))
     columns = list(dict.fromkeys(str(cell["column"]) for cell in cells))
     names = list(dict.fromkeys(str(cell["row"]) for cell in cells))
     width = min(MAX_INCHES, max(MIN_INCHES, 2.5 + COLUMN_INCHES * len(columns)))
-    figure, panels = new_figure(width, PART_INCHES * len(parts) + 0.8, len(parts))
+    # as many columns of the legend as fit, with a letter of 0.075 inches and 0.6 for a marker
+    entry_inches = 0.6 + 0.075 * max(map(len, [*names, HOLLOW]))
+    legend_columns = max(1, int(width / entry_inches))
+    legend_lines = math.ceil((len(names) + 1) / legend_columns)
+    height = PART_INCHES * len(parts) + 0.4 + LEGEND_LINE_INCHES * legend_lines
+    figure, panels = new_figure(width, height, len(parts))
     figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left", fontweight="bold")
     for axes, part in zip(panels, parts, strict=True):
         own = [cell for cell in cells if cell["part"] == part]
@@ -48,8 +56,8 @@ def draw_cells(title: str, cells: Sequence[Row]) -> Figure:
             hollow = {**style, "markerfacecolor": "none"}
             axes.plot(places, [cell["paper"] for cell in row], **hollow)
         rotate_x_ticks(axes, columns, 30)
-        style_axes(axes, part, y="%")
+        style_axes(axes, part, y=unit)
     if any(not math.isnan(cell["paper"]) for cell in cells):
-        panels[0].plot([], [], "o", color=INK, markerfacecolor="none", label="hollow: in the paper")
-    add_legend(figure, list_handles(panels[0]))
+        panels[0].plot([], [], "o", color=INK, markerfacecolor="none", label=HOLLOW)
+    add_legend(figure, list_handles(panels[0]), columns=legend_columns)
     return figure

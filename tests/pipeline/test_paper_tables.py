@@ -26,6 +26,7 @@ from pipeline.config.paper_tables import (
 )
 from pipeline.data import placeholders
 from pipeline.data.card_files import load_card_file
+from pipeline.report import paper_table
 from pipeline.results.metrics import METRICS
 from tests import small_run
 from workers.errors import UserError
@@ -193,6 +194,28 @@ def test_mean_order_uses_only_parts_that_both_rows_have() -> None:
     result = Reproduction("t", "small", table, cells, "")
     # a and b are compared by both parts (50 < 55), and c with each of them by the easy part
     assert count_mean_orders(result) == (3, 3)
+
+
+def test_picture_has_either_values_or_differences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accuracies and their differences have no common scale."""
+    drawn: list[tuple[list[str], str]] = []
+    draw_cells = paper_table.draw_cells
+
+    def draw(title: str, cells: Any, unit: str = "%") -> Any:
+        drawn.append(([cell["row"] for cell in cells], unit))
+        return draw_cells(title, cells, unit)
+
+    monkeypatch.setattr(paper_table, "draw_cells", draw)
+    for differences in (1, 2):
+        rows: dict[str, Any] = {"plain": {"method": "a"}}
+        names = [f"gain {number}" for number in range(differences)]
+        rows |= {name: {"method": "b", "minus": "plain"} for name in names}
+        table = PaperTable.model_validate({**BODY, "rows": rows})
+        cells = [Cell("", row, "y", 50.0, math.nan) for row in rows]
+        reproduction.write_files(Reproduction("t", "small", table, cells, str(tmp_path)))
+    assert drawn == [(["plain"], "%"), (["gain 0", "gain 1"], "points")]
 
 
 def test_reproduction_plan_needs_no_data(

@@ -453,7 +453,8 @@ def _prepare_plan(
         try:
             return app.prepare(config, texts, with_jobs=True, allow_replicas=True)
         except UserError:
-            if not any(placeholders.is_missing(task.card) for task in tasks):
+            has_all_data = not any(placeholders.is_missing(task.card) for task in tasks)
+            if has_all_data and loaded.backbone.weights == "none":
                 raise
     for index, task in enumerate(tasks):
         if placeholders.is_missing(task.card):

@@ -109,7 +109,9 @@ def check_best_epochs(builder: Builder, label: str, tasks: Sequence[Task]) -> No
         return
     entry = config.methods[label]
     for name in (None, *entry.tasks):
-        without = [t for t in tasks if not t.has_val and name in (None, t.name)]
+        without = [
+            t for t in tasks if not t.has_val and not t.has_own_head and name in (None, t.name)
+        ]
         for step in dict.fromkeys(("train", *config.merge_entry(label, name).steps)):
             if without and config.configured_keep(label, step, task=name) == "best":
                 key = "train.keep" if step == "train" else f"steps.{step}.keep"

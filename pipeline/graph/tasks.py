@@ -144,7 +144,8 @@ def _share_classes(tasks: Sequence[Task]) -> list[Task]:
     labelled = [task for task in tasks if task.role != "unlabelled"]
     if not labelled:
         return list(tasks)
-    first = labelled[0]
+    # the order of a classifier's outputs is given, and so all tasks follow it
+    first = next((task for task in labelled if task.has_own_head), labelled[0])
     shared = {nfc(name): name for name in first.classes}
     ordered = []
     for task in tasks:

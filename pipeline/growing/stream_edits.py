@@ -386,6 +386,11 @@ class StreamEditor:
         """
         if into:
             index = self._position(into)
+            if self.config.stream.tasks[index].role == "pretrained":
+                raise UserError(
+                    f"task {into!r} has role `pretrained`: its classes are the outputs of the "
+                    "classifier in backbone.weights; leave --into out to make a new task"
+                )
             if name:
                 raise UserError(
                     f"--name {name!r} names a new task, and --into {into} lets the classes join "

@@ -23,7 +23,8 @@ def describe_training(plan: RunPlan) -> list[str]:
             "which tasks train again follows from their images: `accrete ingest CONFIG` finds out"
         ]
     lines: list[str] = []
-    if "backbone" in todo:
+    has_base_task = any(task.role == "base" for task in run.config.stream.tasks)
+    if "backbone" in todo and has_base_task:
         lines.append("  the backbone, which is trained on images of the base task")
     for label, entry in run.config.methods.items():
         tasks = _find_tasks(run.graph, label, todo)

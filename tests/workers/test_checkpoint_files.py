@@ -31,10 +31,12 @@ def saved(folder: Path, content: Any, name: str = "w.pth") -> str:
     [
         (STATE, ""),
         ({"module." + name: tensor for name, tensor in STATE.items()}, ""),
+        ({"_orig_mod.module." + name: tensor for name, tensor in STATE.items()}, ""),
         ({"model": STATE, "epoch": 3, "optimizer": {"state": {}, "param_groups": []}}, "model"),
+        ({0: STATE}, "0"),
         ({"state_dict_ema": STATE, "args": argparse.Namespace(lr=0.1)}, "state_dict_ema"),
     ],
-    ids=["state", "wrapped", "entry", "entry-with-settings"],
+    ids=["state", "wrapped", "wrapped-twice", "entry", "entry-of-a-number", "entry-with-settings"],
 )
 def test_the_tensors_of_a_checkpoint_are_written(content: Any, key: str, tmp_path: Path) -> None:
     conversion = convert_checkpoint(saved(tmp_path, content))
@@ -132,3 +134,42 @@ def test_command_prints_how_to_use_the_file(
         f"use them: --set backbone.weights={tmp_path / 'w.safetensors'}\n"
     )
     assert cli.main(["convert", str(tmp_path / "none.pth")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"a": torch.zeros(1).expand(10**9)}, "more than 4 times the file"),
+        ({"a": torch.zeros(2, dtype=torch.complex128)}, "safetensors cannot store"),
+        ({"a": torch.zeros(2, device="meta")}, "cannot store|is not a checkpoint"),
+        ({"a": torch.eye(2).to_sparse()}, "cannot store"),
+        ({"a": torch.zeros(2), "epoch": 3}, "a value 'epoch'"),
+        ({"model": {"a": torch.zeros(2), "_extra_state": None}}, "a value '_extra_state'"),
+        (
+            {"model": {"a": torch.zeros(2), "_extra_state": None}, "loss": {"b": torch.zeros(2)}},
+            r"several entries of tensors by name \(model, loss\)",
+        ),
+    ],
+)
+def test_unusual_tensors_are_refused_in_one_sentence(
+    content: Any, sentence: str, tmp_path: Path
+) -> None:
+    path = saved(tmp_path, content)
+    with pytest.raises(UserError, match=sentence):
+        convert_checkpoint(path)
+    assert os.listdir(tmp_path) == ["w.pth"]
+
+
+@pytest.mark.parametrize("first", "().KNQR]abeqrst}G0")
+def test_text_files_are_not_checkpoints(first: str, tmp_path: Path) -> None:
+    path = tmp_path / "text.pth"
+    path.write_text(first + " hello, this is a text file that is long enough\n")
+    with pytest.raises(UserError, match="is not a checkpoint of PyTorch"):
+        convert_checkpoint(str(path))
+
+
+def test_other_users_can_read_the_file(tmp_path: Path) -> None:
+    target = Path(convert_checkpoint(saved(tmp_path, STATE)).target)
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert target.stat().st_mode == plain.stat().st_mode

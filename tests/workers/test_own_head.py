@@ -87,3 +87,25 @@ def test_two_base_tasks_are_refused(lab: Lab, checkpoint: str) -> None:
             stream=two,
             backbone={**TINY, "weights": checkpoint},
         )
+
+
+def test_domains_follow_the_order_of_the_classifier(lab: Lab, checkpoint: str) -> None:
+    """The classes of all tasks are in the order of the outputs, also if the task is not first."""
+    tasks = [
+        {"card": str(lab.card), "name": "later", "classes": ["1", "0"]},
+        {"card": str(lab.card), "name": "base", "classes": ["0", "1"], "role": "pretrained"},
+    ]
+    run = lab.run_of(
+        "er",
+        TRAIN,
+        ("base", "later"),
+        {},
+        "domain",
+        stream={"scenario": "domain", "tasks": tasks},
+        backbone={**TINY, "weights": checkpoint},
+    )
+    job = run.evaluate_job(1)
+    assert {task.name: task.classes for task in job.tasks} == {
+        "base": ("0", "1"),
+        "later": ("0", "1"),
+    }

@@ -280,7 +280,7 @@ def refuse_base_task(method: str, tasks: tuple[Task, ...], reason: str) -> None:
     base = next((task.name for task in tasks if task.role == "base"), None)
     if base is not None:
         raise UserError(
-            f"{method!r} does not support the base task {base!r}, whose head is trained with the "
+            f"{method!r} does not support the base task {base!r}, whose head comes with the "
             f"backbone: {reason}; give the task the role `task`, and the backbone pretrained "
             "weights (backbone.weights)"
         )

@@ -153,13 +153,14 @@ def compute_distance(attention: Tensor, patch_distances: Tensor, to_others: bool
         patch_distances: Distances d between patches, (n, n).
         to_others: Whether to leave out the attention of a patch to itself (j = i) in both means.
     """
-    weighted = (attention * patch_distances.to(attention)).sum(-1)  # (B, H, n)
-    total = attention.sum(-1)
     uniform = patch_distances.mean().to(attention)
     if to_others:
         patches = len(patch_distances)
-        total = total - attention.diagonal(dim1=-2, dim2=-1)
+        attention = attention.clone()
+        attention.diagonal(dim1=-2, dim2=-1).zero_()
         uniform = uniform * patches / (patches - 1)
+    weighted = (attention * patch_distances.to(attention)).sum(-1)  # (B, H, n)
+    total = attention.sum(-1)
     distances = weighted / total.clamp(min=torch.finfo(attention.dtype).tiny)
     return distances.mean(-1) / uniform
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import pickle
-import tempfile
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors.torch
@@ -24,6 +21,8 @@ from workers.errors import UserError, describe_error
 SUFFIXES = (".pth.tar", ".pth", ".pt", ".bin", ".ckpt")
 # Prefixes that wrappers (DistributedDataParallel, torch.compile) add to the names of all tensors.
 WRAPPERS = ("module.", "_orig_mod.")
+# Tied weights share their bytes in a checkpoint, so all tensors can have more bytes than the file.
+MAX_SHARING = 4
 
 
 class Conversion(NamedTuple):
@@ -61,14 +60,35 @@ def convert_checkpoint(source: str, target: str = "", key: str = "") -> Conversi
         raise UserError(f"{target} exists already; remove it, or name another file to write")
     content = _load(source)
     key, tensors = _choose_tensors(content, source, key)
-    for wrapper in WRAPPERS:
-        if all(name.startswith(wrapper) for name in tensors):
-            tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
-    # clones, because safetensors refuses tensors that share memory
-    copies = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
-    _write(safetensors.torch.save(copies), target)
+    tensors = _remove_wrappers(tensors)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if num_bytes > MAX_SHARING * os.path.getsize(source):
+        raise UserError(
+            f"{source} has tensors of {num_bytes} bytes, more than {MAX_SHARING} times the file: "
+            "views that repeat values; give a file with whole tensors"
+        )
+    try:
+        # clones, because safetensors refuses tensors that share memory
+        copies = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+        data = safetensors.torch.save(copies)
+    except (KeyError, ValueError, RuntimeError, NotImplementedError) as error:
+        reason = describe_error(error, only_first_line=True)
+        raise UserError(
+            f"{source} has a tensor that safetensors cannot store ({reason}); save dense tensors "
+            "of real numbers"
+        ) from None
+    _write(data, target)
     values = sum(tensor.numel() for tensor in copies.values())
     return Conversion(target, key, len(copies), values)
+
+
+def _remove_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Remove the prefixes of WRAPPERS that all names have, in any order."""
+    while True:
+        prefix = next((w for w in WRAPPERS if all(name.startswith(w) for name in tensors)), None)
+        if prefix is None:
+            return tensors
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 def _replace_suffix(source: str) -> str:
@@ -92,14 +112,15 @@ def _load(source: str) -> Any:
             return torch.load(source, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"{source} cannot be read ({error.strerror}); {remedy}") from None
-    except pickle.UnpicklingError:
-        raise UserError(
-            f"{source} contains more than tensors and plain values, and loading it could run code; "
-            f"{remedy}"
-        ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
-        reason = describe_error(error, only_first_line=True)
-        raise UserError(f"{source} is not a checkpoint of PyTorch ({reason}); {remedy}") from None
+    except UserError:
+        raise
+    except Exception as error:  # damaged files raise exceptions of many classes
+        if "unsupported global" in str(error).lower():
+            raise UserError(
+                f"{source} contains more than tensors and plain values, and loading it could run "
+                f"code; {remedy}"
+            ) from None
+        raise UserError(f"{source} is not a checkpoint of PyTorch; {remedy}") from None
 
 
 def _refuse_compressed(source: str, remedy: str) -> None:
@@ -119,12 +140,19 @@ def _choose_tensors(content: Any, source: str, key: str) -> tuple[str, dict[str,
     """Return the chosen entry of a checkpoint and its tensors by name.
 
     Raises:
-        UserError: If there is no such entry, or several and `key` names none.
+        UserError: If there is no such entry, several and `key` names none, or the entry has values
+            that are not tensors.
     """
-    if not key and _is_state(content):
-        return "", dict(content)
-    entries = content if isinstance(content, Mapping) else {}
-    found = [str(name) for name, value in entries.items() if _is_state(value)]
+    entries: dict[str, Any] = {}
+    if isinstance(content, Mapping):
+        entries = {str(name): value for name, value in content.items()}
+    if not key and any(isinstance(value, Tensor) for value in entries.values()):
+        return "", _as_state(content, source)
+    found = [
+        name
+        for name, value in entries.items()
+        if isinstance(value, Mapping) and any(isinstance(t, Tensor) for t in value.values())
+    ]
     if key and key not in found:
         among = ", ".join(found) or "none"
         raise UserError(f"{source} has no entry {key!r} of tensors by name; those are: {among}")
@@ -136,14 +164,22 @@ def _choose_tensors(content: Any, source: str, key: str) -> tuple[str, dict[str,
             f"with --key, as in --key {found[0]}"
         )
     key = key or found[0]
-    return key, dict(entries[key])
+    return key, _as_state(entries[key], source)
 
 
-def _is_state(value: Any) -> bool:
-    """Return whether a value is a `state_dict`: names and tensors, at least one."""
-    if not isinstance(value, Mapping) or not value:
-        return False
-    return all(isinstance(n, str) and isinstance(t, Tensor) for n, t in value.items())
+def _as_state(mapping: Mapping[Any, Any], source: str) -> dict[str, Tensor]:
+    """Return names and tensors.
+
+    Raises:
+        UserError: If a name is not a string, or a value not a tensor.
+    """
+    for name, value in mapping.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise UserError(
+                f"{source} has a value {name!r} among its tensors that is not a tensor with a "
+                "name; save a `state_dict` of tensors"
+            )
+    return dict(mapping)
 
 
 def _write(data: bytes, target: str) -> None:
@@ -152,17 +188,13 @@ def _write(data: bytes, target: str) -> None:
     Raises:
         UserError: If it cannot be written.
     """
-    folder = Path(target).absolute().parent
+    part = f"{target}.part"
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
-            try:
-                part.write(data)
-                part.close()
-                os.replace(part.name, target)
-            except BaseException:
-                os.unlink(part.name)
-                raise
+        with open(part, "xb") as stream:
+            stream.write(data)
+        os.replace(part, target)
     except OSError as error:
         raise UserError(
-            f"{target} cannot be written ({error.strerror}); name a file in a folder that exists"
+            f"{target} cannot be written ({error.strerror}); name a file in a folder that exists, "
+            f"and remove {part} if it is there"
         ) from None

@@ -404,6 +404,13 @@ def load_head(model: Any, settings: BackboneSettings, task: Task) -> dict[str, T
             "classifier in the order of its outputs (`classes`, or the card's)"
         )
     bias = classifier.get(f"{layers[0]}.bias", torch.zeros(task.num_classes))
+    others = classifier.keys() - {f"{layers[0]}.weight", f"{layers[0]}.bias"}
+    if others or tuple(bias.shape) != expected[:1]:
+        raise UserError(
+            f"{where} have a classifier that is not a linear layer "
+            f"({', '.join(sorted(classifier))}; bias of shape {tuple(bias.shape)}); give weights "
+            "with one linear layer"
+        )
     return {"weight": weight, "bias": bias.float()}
 
 

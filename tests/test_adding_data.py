@@ -636,3 +636,17 @@ def test_a_model_of_another_run_is_refused(
     assert add(run, "raw", "--model", "model") == 2
     assert "model serves two, which the run does not have" in capsys.readouterr().err
     assert pipeline.open_model("model").tasks == ["one", "two"]
+
+
+def test_classes_cannot_join_a_pretrained_task(
+    run: GrowingRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The number of its classes is that of the classifier's outputs."""
+    path = run.folder / "config.yaml"
+    path.write_text(path.read_text().replace("role: base", "role: pretrained"))
+    before = run.text
+    for digit in "67":
+        run.put(run.folder / "more", digit)
+    assert add(run, "more", "--into", "one") == 2
+    assert "task 'one' has role `pretrained`" in capsys.readouterr().err
+    assert run.text == before

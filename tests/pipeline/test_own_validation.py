@@ -109,6 +109,25 @@ def test_search_is_evaluated_on_own_validation(tmp_path: Path) -> None:
         build_graph(without, Store(str(tmp_path / "storage")), split="val")
 
 
+def test_pretrained_task_needs_no_validation_images_for_the_best_epoch(tmp_path: Path) -> None:
+    """No epoch is trained on it, unlike on a base task without validation images."""
+    weights = tmp_path / "weights.safetensors"
+    weights.touch()
+    path = Path(write_run(tmp_path, write_data(tmp_path, "23")))
+    body = yaml.safe_load(path.read_text())
+    old = small_run.make_card(tmp_path, "old", "01", 4, 4)  # a card without validation images
+    for role in ("base", "pretrained"):
+        body["stream"]["tasks"][0] = {"name": "low", "card": old, "role": role}
+        body["backbone"]["weights"] = str(weights)
+        path.write_text(yaml.safe_dump(body))
+        config, store = load(str(path)), Store(str(tmp_path / "storage"))
+        if role == "base":
+            with pytest.raises(UserError, match="the best epoch is chosen on validation images"):
+                build_graph(config, store)
+        else:
+            build_graph(config, store)
+
+
 def test_copies_of_train_images_in_val_are_refused(tmp_path: Path) -> None:
     card = write_data(tmp_path)
     for path in (tmp_path / "raw/digits/train/0").iterdir():

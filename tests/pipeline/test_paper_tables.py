@@ -239,6 +239,18 @@ def test_reproduction_plan_needs_no_data(
     assert not (table_file.parent / "storage" / "stages").exists()
 
 
+def test_reproduction_plan_needs_no_weights(
+    table_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights do not change the cost, so the plan works without their file."""
+    missing = ["--set", f"backbone.weights={tmp_path / 'missing.safetensors'}"]
+    command = ["reproduce", str(table_file), "--scale", "paper", *missing]
+    assert cli.main(command) == 2
+    assert "missing.safetensors" in capsys.readouterr().err
+    assert cli.main([*command, "--plan"]) == 0
+    assert "0 stages up to date" in capsys.readouterr().out
+
+
 def test_placeholder_has_the_classes_and_counts_of_its_card(tmp_path: Path) -> None:
     assert placeholders.is_missing("cub200")
     assert not placeholders.is_missing("digits")

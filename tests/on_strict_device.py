@@ -62,6 +62,7 @@ WORKERS = Path(__file__).parents[1] / "workers"
 TRAIN = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05, "epochs": 1, "batch_size": 32}
 BACKBONES: dict[str, dict[str, Any]] = {
     "vit": TINY,
+    "context": {**TINY, "context": {"kind": "se", "place": "both"}},
     "t2t": {
         "name": "t2t_vit_12",
         "img_size": 32,

@@ -51,6 +51,7 @@ SOME = [
     ("finetune", "t2t"), ("meat", "t2t"), ("lora", "t2t"),
     ("finetune", "convnext"), ("piggyback", "convnext"), ("toast", "convnext"),
     ("finetune", "resnet"), ("meat", "resnet"), ("packnet", "resnet"),
+    ("hat", "context"), ("meat", "context"),
 ]  # fmt: skip
 ALL = {
     "crop": "resized",

@@ -62,7 +62,6 @@ WORKERS = Path(__file__).parents[1] / "workers"
 TRAIN = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05, "epochs": 1, "batch_size": 32}
 BACKBONES: dict[str, dict[str, Any]] = {
     "vit": TINY,
-    "context": {**TINY, "context": {"kind": "se", "place": "both"}},
     "t2t": {
         "name": "t2t_vit_12",
         "img_size": 32,
@@ -81,6 +80,7 @@ BACKBONES: dict[str, dict[str, Any]] = {
         "crop_pct": 1.0,
         "options": {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16], "norm_layer": "groupnorm1"},
     },
+    "context": {**TINY, "context": {"kind": "se", "place": "both"}},
 }
 # Method -> settings under which it has more training steps than by default.
 MORE_STEPS: dict[str, dict[str, Any]] = {

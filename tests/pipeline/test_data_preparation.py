@@ -84,8 +84,8 @@ def test_cub_images_are_cropped_to_their_boxes(
     prepare(capsys, card, cub)
     assert labels_of(card)["test"] == dict.fromkeys(CUB_CLASSES, 2)
     path = Path("train", CUB_CLASSES[0], "Bird_0001.jpg")
-    cut = np.asarray(Image.open(tmp_path / "prepared" / path)).astype(int)
-    whole = np.asarray(Image.open(cub / "images" / Path(*path.parts[1:]))).astype(int)
+    cut = np.asarray(Image.open(tmp_path / "prepared" / path)).astype(np.int64)
+    whole = np.asarray(Image.open(cub / "images" / Path(*path.parts[1:]))).astype(np.int64)
     assert cut.shape == (7, 10, 3)
     assert np.abs(cut - whole[2:9, 3:13]).mean() < 4, "JPEG at quality 95"
     assert np.abs(cut - whole[3:10, 3:13]).mean() > 20

@@ -141,6 +141,22 @@ class Experiment:
             forecast = app.plan(self._prepare(with_jobs=True)).forecast(calibrate)
         return data_frame([cost.make_label_row(forecast, label) for label in forecast.walls])
 
+    def memory(self) -> pd.DataFrame:
+        """Forecast the memory of a training step of each method, like `plan --memory`.
+
+        Returns:
+            A row for each training step of each method on its first task, on one rank. Columns:
+            `label`, `step`, `batch_size` (images of a micro-batch), `trained_parameters`,
+            `weight_bytes` (before the first step), `peak_bytes`, `flops` (of one step) and
+            `reason`. If a dry run fails, the last column says why, and the numbers are NaN.
+        """
+        from pipeline.app import runs as app
+        from pipeline.results.data_frame import data_frame
+
+        with self._in_folder():
+            steps = app.plan(self._prepare(with_jobs=True)).forecast_memory()
+        return data_frame([step._asdict() for step in steps])
+
     def picture(self, of: Literal["plan", "status"] = "plan") -> str:
         """Return a drawing of the graph as SVG text.
 

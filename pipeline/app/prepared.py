@@ -24,6 +24,7 @@ from workers.plugins import describe_package
 
 if TYPE_CHECKING:
     from pipeline.launch.cost import Forecast
+    from pipeline.launch.step_memory import StepMemory
     from pipeline.results.training import StepTraining
 
 PACKAGES = (
@@ -117,6 +118,12 @@ class RunPlan:
         run = self.run
         todo = self.stages_to_run
         return cost.forecast(run.graph, run.config, run.store, todo, run.tasks, calibrate)
+
+    def forecast_memory(self) -> list[StepMemory]:
+        """Forecast the memory of a training step of each method, on its first task."""
+        from pipeline.launch import step_memory  # keeps the start-up fast: imports torch
+
+        return step_memory.forecast_memory(self.run.graph, self.run.config.methods)
 
 
 def provenance() -> dict[str, Any]:

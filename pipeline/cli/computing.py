@@ -63,6 +63,12 @@ def add_commands(add_command: AddCommand) -> None:
         help="like --cost; if the storage has no measurements, measure this machine for a few "
         "seconds",
     )
+    plan_parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="also forecast the memory of a training step of each method, by a dry run that "
+        "computes shapes only: 4 to 10 s for each method",
+    )
     search_parser = add_command(
         "search",
         search,
@@ -289,7 +295,8 @@ def plan(args: argparse.Namespace) -> int:
     from pipeline.launch import training_plan
 
     with_cost = args.cost or args.calibrate
-    prepared = app.prepare(args.config, args.overrides, with_jobs=with_cost, allow_replicas=True)
+    with_jobs = with_cost or args.memory
+    prepared = app.prepare(args.config, args.overrides, with_jobs=with_jobs, allow_replicas=True)
     run_plan = app.plan(prepared)
     graph = prepared.graph
     status = run_plan.status
@@ -324,6 +331,10 @@ def plan(args: argparse.Namespace) -> int:
         from pipeline.launch import cost  # lazy import: loads torch
 
         print("\n" + cost.format_forecast(run_plan.forecast(args.calibrate)))
+    if args.memory:
+        from pipeline.launch import step_memory  # lazy import: loads torch
+
+        print("\n" + step_memory.format_memory(run_plan.forecast_memory()))
     if args.svg:
         write_named_file("--svg", args.svg, diagram.to_svg(graph, status).encode())
         print(f"\npicture: {args.svg}")

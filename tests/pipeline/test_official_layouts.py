@@ -89,7 +89,9 @@ def test_cars_are_cropped_by_one_based_boxes(tmp_path: Path, capsys: Captured) -
     card = small_card(tmp_path, "stanford-cars-cropped", num_classes=2)
     prepare(capsys, card, tmp_path)
     assert labels_of(card) == CAR_LABELS
-    cut = np.asarray(Image.open(tmp_path / "prepared/train" / CARS[0] / "00001.jpg")).astype(np.int64)
+    cut = np.asarray(Image.open(tmp_path / "prepared/train" / CARS[0] / "00001.jpg")).astype(
+        np.int64
+    )
     whole = np.asarray(Image.open(tmp_path / "stanford_cars/cars_train/00001.jpg")).astype(np.int64)
     assert cut.shape == (7, 10, 3)
     assert np.abs(cut - whole[2:9, 1:11]).mean() < 4

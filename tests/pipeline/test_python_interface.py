@@ -30,7 +30,7 @@ from pipeline.data import catalogue, preparation, starter
 from pipeline.graph import diagram, run_record
 from pipeline.graph.store import Store
 from pipeline.growing import add, remove
-from pipeline.launch import cost, training_plan
+from pipeline.launch import cost, step_memory, training_plan
 from pipeline.report import comparison_files, log_text, run_text
 from pipeline.results import bundles, frames, input_days, model, results_file, runs, shard_urls
 from pipeline.results.frames import Results
@@ -365,6 +365,7 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
     (app, "plan", ["plan", "CONFIG"], lambda e: e.plan()),
     (training_plan, "plan_training", ["plan", "CONFIG"], lambda e: e.training()),
     (cost, "forecast", ["plan", "CONFIG", "--cost"], lambda e: e.cost()),
+    (step_memory, "forecast_memory", ["plan", "CONFIG", "--memory"], lambda e: e.memory()),
     (diagram, "to_svg", ["plan", "CONFIG", "--svg", "a.svg"], lambda e: e.picture()),
     (app, "ingest", ["ingest", "CONFIG"], lambda e: e.ingest()),
     (app, "execute", ["run", "CONFIG"], lambda e: e.run()),
@@ -508,6 +509,7 @@ FOR_COMMANDS_ALONE = {
     "pipeline.data.source_advice": "the same",
     "pipeline.growing.training": "plan: the text on which tasks train again",
     "pipeline.launch.training_plan": "plan: the text on how each step is trained",
+    "pipeline.launch.step_memory": "plan: the text on memory",
     "pipeline.launch.platforms": "launch: files that start the command line on a cluster",
     "pipeline.launch.portable": "launch",
     "pipeline.launch.sizes": "launch",

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor, distributed
 from torch._C._nn import _upsample_bilinear2d_aa
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +26,11 @@ def shapes_only() -> FakeTensorMode:
     can be used.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def has_no_values(tensor: object) -> bool:
+    """Return whether an object is a tensor that was computed in `shapes_only`."""
+    return isinstance(tensor, FakeTensor)
 
 
 def keep_gradient_above(gradient: Tensor, values: Tensor, threshold: float) -> Tensor:

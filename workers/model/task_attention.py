@@ -127,8 +127,9 @@ def find_class_columns(sizes: tuple[int, ...], device: torch.device) -> Tensor:
         device: Device of the result.
     """
     with torch.inference_mode(False):  # the cached tensor is also used in training
-        is_class = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]  # (tasks, most classes)
-        return is_class.flatten().nonzero().squeeze(1).to(device)
+        width = max(sizes)
+        columns = [task * width + i for task, size in enumerate(sizes) for i in range(size)]
+        return torch.tensor(columns).to(device)
 
 
 class TokenNetwork(nn.Module):

@@ -1,0 +1,151 @@
+"""Tests of `plan --memory`: the dry run of a step has the memory of the step that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.cli.main import main
+from pipeline.config import settings as config
+from pipeline.graph.build import build_graph
+from pipeline.graph.store import Store
+from pipeline.launch import step_memory
+from pipeline.launch.step_memory import LiveBytes, StepMemory
+from tests import small_run
+from workers.job import StageJob
+from workers.methods import METHODS
+
+TRAINED = sorted(name for name, cls in METHODS.items() if cls.has_training())
+NEED_IMAGES = ("inflora",)  # they read images in `begin`, which a dry run does not have
+# Labels of the fast tests.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "finetune": {},
+    "in_parts": {"method": "finetune", "train": {"accumulate": 4}},
+    "bf16": {"method": "finetune", "train": {"precision": "bf16"}},
+    "linear": {},
+    "meat": {},
+    "inflora": {},
+}
+
+
+def plan(folder: Path, methods: Any, scenario: str = "task") -> Any:
+    """Return the graph of a run with these methods; nothing is ingested."""
+    body = small_run.make_body(folder, small_run.make_cards(folder, ("a", "b")), methods, scenario)
+    checked = config.check(body, "a config")
+    return build_graph(checked, Store(checked.storage))[0]
+
+
+def forecast(graph: Any, labels: Iterable[str]) -> dict[str, StepMemory]:
+    """Return the forecast of the first training step of each label."""
+    steps: dict[str, StepMemory] = {}
+    for one in step_memory.forecast_memory(graph, [*labels]):
+        steps.setdefault(one.label, one)
+    return steps
+
+
+def check_equal(graph: Any, predicted: dict[str, StepMemory]) -> None:
+    """Check that dry runs agree with the same steps with values."""
+    measured: dict[str, StepMemory] = {}
+    for stage in graph:
+        job = stage.job
+        if isinstance(job, StageJob) and stage.method not in measured and step_memory.trains(job):
+            measured[stage.method] = step_memory.measure_step(job, has_values=True)
+    assert predicted.keys() == measured.keys()
+    for label, one in predicted.items():
+        if label in NEED_IMAGES:
+            assert one.reason == measured[label].reason
+            continue
+        assert not one.reason, (label, one.reason)
+        assert one.trained_parameters == measured[label].trained_parameters
+        # NumPy's arrays on the CPU are not counted, while a dry run has tensors in their place.
+        ratio = one.peak_bytes / measured[label].peak_bytes
+        assert 0.95 < ratio < 1.2, (label, ratio)
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return plan(tmp_path_factory.mktemp("memory"), VARIANTS)
+
+
+@pytest.fixture(scope="module")
+def steps(graph: Any) -> dict[str, StepMemory]:
+    return forecast(graph, VARIANTS)
+
+
+def test_live_bytes_count_each_storage_once_until_it_is_freed() -> None:
+    memory = LiveBytes()
+    with memory:
+        a = torch.zeros(1000)  # 4000 bytes
+        view = a[:10].view(2, 5)
+        b = a * 2
+        assert memory.live == memory.peak == 8000
+        del a, b
+        assert memory.live == 4000, "the view keeps the first tensor"
+        del view
+        c = torch.ones(10, dtype=torch.int64)
+    assert (memory.live, memory.peak) == (80, 8000)
+    del c
+    assert memory.live == 0
+
+
+def test_dry_run_has_the_memory_of_the_step(graph: Any, steps: dict[str, StepMemory]) -> None:
+    check_equal(graph, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["task", "class"])
+def test_dry_run_of_every_method_has_the_memory_of_its_step(scenario: str, tmp_path: Path) -> None:
+    names = [name for name in TRAINED if scenario in METHODS[name].scenarios]
+    graph = plan(tmp_path, names, scenario)
+    check_equal(graph, forecast(graph, names))
+
+
+def test_memory_contains_weights_gradients_and_moments(steps: dict[str, StepMemory]) -> None:
+    full, head = steps["finetune"], steps["linear"]
+    assert full.weight_bytes >= 4 * full.trained_parameters
+    assert full.peak_bytes > 16 * full.trained_parameters, "weight, gradient and two moments"
+    assert head.peak_bytes < full.peak_bytes - 8 * full.trained_parameters
+    assert 2.5 < full.flops / head.flops < 3.5, "the backward pass costs two forward passes"
+
+
+def test_batch_size_and_precision_change_the_memory(steps: dict[str, StepMemory]) -> None:
+    assert (steps["finetune"].batch_size, steps["in_parts"].batch_size) == (16, 4)
+    assert steps["in_parts"].peak_bytes < steps["finetune"].peak_bytes
+    assert steps["bf16"].peak_bytes < steps["finetune"].peak_bytes
+
+
+def test_recomputed_activations_are_not_in_the_memory(graph: Any) -> None:
+    job = next(s.job for s in graph if s.method == "finetune" and step_memory.trains(s.job))
+    plain = step_memory.measure_step(job, has_values=True)
+    train = job.train.model_copy(update={"recompute": True})
+    recomputed = step_memory.measure_step(replace(job, train=train), has_values=True)
+    assert recomputed.peak_bytes < plain.peak_bytes
+    assert recomputed.flops > 1.2 * plain.flops
+
+
+def test_command_line_prints_the_memory(
+    steps: dict[str, StepMemory],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    known = [steps["finetune"], steps["inflora"]]
+    monkeypatch.setattr(step_memory, "forecast_memory", lambda graph, labels: known)
+    body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, ("a",)), ("finetune",))
+    path = small_run.write_config(tmp_path / "c.yaml", body)
+    assert main(["plan", path, "--memory"]) == 0
+    table = capsys.readouterr().out.split("memory of a step")[1]
+    rows = [line.split() for line in table.splitlines()]
+    assert rows[1][:3] == ["finetune", "16", f"{steps['finetune'].trained_parameters:,}"]
+    assert rows[2] == ["inflora", "16", "-", "-", "not", "known", "-"]
+    assert "not known: inflora: this step was given no feed" in table
+
+
+def test_config_without_training_is_said_to_have_none(tmp_path: Path) -> None:
+    assert step_memory.forecast_memory(plan(tmp_path, ["ncm"], "class"), ["ncm"]) == []
+    assert step_memory.format_memory([]) == "memory: no method trains"

@@ -14,14 +14,14 @@
 # by `accrete launch --on slurm`, with a config beside it. Submit it from the checkout, in a folder
 # that all nodes see, after `make setup`:
 #   sbatch configs/cluster/slurm.sh configs/demo.yaml --set storage=/shared/accrete --set cluster.cache=/tmp
-# Options of sbatch on the command line come before those above. In a job array the index of a job is
-# its seed. Nodes of several kinds are the components of a heterogeneous job, whose first one has the
-# driver:
+# Options of sbatch on the command line override those above. In a job array, the index of a job is
+# its seed. Nodes of several kinds are components of a heterogeneous job; the driver runs on the first
+# component:
 #   sbatch --nodes=1 --cpus-per-task=4 : --nodes=2 --cpus-per-task=8 --gpus-per-node=1 slurm.sh CONFIG
-# Before a preemption and before the time limit Slurm sends USR1: the driver saves checkpoints and
-# ends, and the job is put back into the queue. `scancel` ends it for good. What Ray itself prints is
-# in ray-JOB.log, which goes when the run succeeds. Tried on Slurm 22.05 with two nodes on one machine,
-# without GPUs.
+# Before a preemption and before the time limit, Slurm sends USR1. The driver then saves checkpoints
+# and exits, and the job returns to the queue. `scancel` ends the job. Ray's own output is in
+# ray-JOB.log, which is deleted if the run succeeds. Tested with Slurm 22.05 and two nodes on one
+# machine, without GPUs.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 python=${ACCRETE_PYTHON:-.venv/bin/python}
@@ -30,7 +30,7 @@ steps=() sizes=() driver='' preempted=''
 
 folder=$PWD/.ray-$SLURM_JOB_ID
 log=$PWD/ray-$SLURM_JOB_ID.log
-temporary=/tmp/ray-$SLURM_JOB_ID  # Ray's files on each node: those of another user's job are his
+temporary=/tmp/ray-$SLURM_JOB_ID  # Ray's files on each node; the default folder may be another user's
 
 finish() {
     code=$?
@@ -55,14 +55,14 @@ finish() {
 trap finish EXIT
 trap 'preempted=yes; exit 143' USR1
 trap 'exit 143' TERM INT
-rm -rf "$folder"  # of an earlier start of this job that was killed
+rm -rf "$folder"  # left by an earlier start of this job that was killed
 (umask 077 && mkdir "$folder" &&
     "$python" -c 'import secrets; print(secrets.token_hex(32))' > "$folder/token")
 
-# Whoever reaches Ray's ports needs its token. The ports are free ones: nodes may be shared by jobs.
+# Each connection to Ray needs the token. The ports are free ones, because jobs can share a node.
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$folder/token RAY_USAGE_STATS_ENABLED=0
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0  # nothing is served, so nothing is drained
-value_of() {  # of a variable of Slurm for a component of the job
+value_of() {  # print the value of a Slurm variable for a component of the job
     name=$1${SLURM_HET_SIZE:+_HET_GROUP_$2}
     echo "${!name:-}"
 }
@@ -81,8 +81,8 @@ for address in "${addresses[@]}"; do
         *) ip=$address; break ;;
     esac
 done
-# Each job has ports of its own, below those that the kernel gives to whoever asks: jobs on the same
-# node may start at the same moment.
+# Each job has its own ports, below the range from which the kernel chooses, because several jobs can
+# start on a node at the same moment.
 read -r port dashboard client < <("$python" -c 'import socket, sys
 first = 20000 + int(sys.argv[1]) * 8 % 12000
 free = []
@@ -95,8 +95,8 @@ for port in range(first, first + 8):
     free.append(port)
 print(*free[:3])' "$SLURM_JOB_ID")
 
-# The task of each node: Ray, until the file `end` appears. A task that ends by itself with code 0
-# is a success to srun; one that srun has to signal is an error, also at the end of a good run.
+# The task of each node: run Ray until the file `end` exists. Each task then exits with code 0 by
+# itself, because srun reports a task that it has to signal as failed, even after a successful run.
 task='temporary=$1
 shift
 trap "rm -rf $temporary" EXIT
@@ -112,15 +112,15 @@ while kill -0 "$ray" 2> /dev/null; do
     sleep 1
 done
 wait "$ray"'
-# On so many nodes of a component. Then: options of srun that choose them, --, options of Ray.
+# start_ray COMPONENT COUNT [SRUN OPTION ...] -- [RAY OPTION ...]: start Ray on COUNT nodes.
 start_ray() {
     component=$1 count=$2 choice=()
     shift 2
     while [ "$1" != -- ]; do choice+=("$1"); shift; done
     shift
-    cpus=$(value_of SLURM_CPUS_PER_TASK "$component")  # srun does not inherit sbatch's
+    cpus=$(value_of SLURM_CPUS_PER_TASK "$component")  # srun does not inherit it from sbatch
     if [ -n "${SLURM_HET_SIZE:-}" ]; then choice+=(--het-group="$component"); fi
-    # All variables, also where the job was submitted with --export: Ray needs those of the token.
+    # Export all variables, even if the job was submitted with --export: Ray needs those of the token.
     srun --export=ALL --overlap --ntasks-per-node=1 --cpus-per-task="${cpus:=1}" \
         --nodes="$count" --ntasks="$count" "${choice[@]}" \
         bash -c "$task" "$folder/end" "$temporary" "$ray" start --block \
@@ -172,7 +172,7 @@ done
 
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then set -- "$@" --set "seeds=[$SLURM_ARRAY_TASK_ID]"; fi
 is_ending='' is_signalled=''
-end_driver() {  # by one signal: a second one would end it before it has saved
+end_driver() {  # send one signal: a second one would end the driver before it has saved
     [ -n "$driver" ] && [ -z "$is_signalled" ] || return 0
     is_signalled=yes
     kill -TERM "$driver" 2> /dev/null || :
@@ -181,8 +181,8 @@ trap 'preempted=yes is_ending=yes; end_driver' USR1
 trap 'is_ending=yes; end_driver' TERM INT
 RAY_ADDRESS=$ip:$port "$python" -m pipeline run "$@" &
 driver=$!
-[ -z "$is_ending" ] || end_driver  # the signal came while the driver was being started
-while kill -0 "$driver" 2> /dev/null; do wait "$driver" || :; done  # a signal ends `wait` too
+[ -z "$is_ending" ] || end_driver  # the signal came while the driver started
+while kill -0 "$driver" 2> /dev/null; do wait "$driver" || :; done  # a signal also ends `wait`
 code=0
 wait "$driver" || code=$?
 driver=

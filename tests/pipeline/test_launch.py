@@ -421,7 +421,7 @@ def test_service_and_cluster_have_different_names() -> None:
     assert cluster != service
     (application,) = yaml.safe_load(manifests[1]["spec"]["serveConfigV2"])["applications"]
     assert application["args"]["hosts"] == [f"{service}-serve-svc"]
-    assert f"The Service `{service}-serve-svc` answers" in files["kuberay-service.yaml"]
+    assert f"the Service `{service}-serve-svc`" in files["kuberay-service.yaml"]
 
 
 def test_pod_options_reach_the_manifests() -> None:

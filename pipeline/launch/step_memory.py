@@ -40,6 +40,7 @@ from workers.restore import load_settings
 from workers.rng import StepRng
 
 STEPS = 100  # assumed number of optimizer steps of a stage
+NEEDS_IMAGES = "it reads images before its first step, and a dry run has none"
 SAMPLES = 20  # assumed number of images of each class, if a method asks for their keys
 
 
@@ -196,6 +197,8 @@ def measure_step(job: StageJob, has_values: bool = False) -> StepMemory:
         return _measure_step(job, result, has_values)
     except (LookupError, RuntimeError, TypeError, ValueError, UserError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if type(error) is LookupError:  # of `StepData`; subclasses are errors of the method
+            reason = NEEDS_IMAGES
         return result._replace(reason=reason)
 
 

@@ -210,6 +210,12 @@ def test_path_trains_until_next_draw() -> None:
     assert begun(A, B, C, every=2).path.indices == one != two
 
 
+def test_path_lr_is_the_rate_beside_a_frozen_trunk_alone() -> None:
+    for earlier, rates in (((A, B), {None}), ((A, B, C), {0.25})):
+        method = begun(*earlier, every=2, path_lr=0.25)
+        assert {group.get("lr") for group in method.groups} == rates
+
+
 def test_trunk_and_finished_paths_are_stored_once() -> None:
     left = begun(A, B, C, D, every=2).left
     trunk = {name for name in left[1][0].copies if name.startswith("trunk/")}

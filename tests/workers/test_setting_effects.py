@@ -100,6 +100,7 @@ CHANGES: dict[tuple[str, str], Change] = {
     ("podnet", "clamp"): Change(0.01),
     ("ranpac", "prompts"): Change(beside={"first_session": "vpt-deep"}),
     ("rpsnet", "modules"): Change(4),
+    ("rpsnet", "path_lr"): Change(0.1, {"every": 1}),
     ("s_prompts", "centres"): Change(1, scenario="class"),
     ("s_prompts", "distance"): Change("l2", scenario="class"),
     ("supsup", "budget"): Change(0.5),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import DataSettings, TrainSettings
+from workers.job import DataSettings, Neutral, TrainSettings
 from workers.methods.adapter import compute_added_share
 from workers.methods.base import BLOCK_VITS, ParamGroup, Progress, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
@@ -58,6 +58,11 @@ class RpsnetSettings(RehearsalSettings):
         2,
         description="number of paths that are drawn and trained in parallel; the one with the "
         "lowest loss is kept; 8 in the paper",
+    )
+    path_lr: Annotated[PositiveFloat | None, Neutral(None)] = Field(
+        None,
+        description="learning rate of modules and heads beside a frozen trunk; null: `train.lr`, "
+        "the rate of the trunk, at which they learn slowly if the trunk is pretrained",
     )
     phi: NonNegativeFloat = Field(
         2.5,
@@ -123,7 +128,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     needs_vit = True
     vits = BLOCK_VITS
     Settings = RpsnetSettings
-    per_task = Rehearsal.per_task | {"candidates", "phi", "tau"}
+    per_task = Rehearsal.per_task | {"candidates", "path_lr", "phi", "tau"}
     step = ""
     trunk_learns = False
 
@@ -188,6 +193,9 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
             assert isinstance(rival, Rival)
             groups += weight_groups(rival.heads, context.optim)
             groups += rival.path.groups(context.optim.weight_decay)
+        if self.settings.path_lr is not None and not self.trunk_learns:
+            for group in groups:
+                group["lr"] = self.settings.path_lr
         return groups
 
     def draw_path(self, candidate: int) -> Path:

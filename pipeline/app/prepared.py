@@ -122,8 +122,14 @@ class RunPlan:
     def forecast_memory(self) -> list[StepMemory]:
         """Forecast the memory of a training step of each method, on its first task."""
         from pipeline.launch import step_memory  # keeps the start-up fast: imports torch
+        from pipeline.launch.training_plan import compute_expected_lengths
 
-        return step_memory.forecast_memory(self.run.graph, self.run.config.methods)
+        run = self.run
+        stages = {stage.id for stage in run.graph}
+        lengths = compute_expected_lengths(run.graph, run.store, stages, run.tasks)
+        batch_sizes = {stage_id: length["batch_size"] for stage_id, length in lengths.items()}
+        ranks = max(1, run.config.cluster.workers)
+        return step_memory.forecast_memory(run.graph, ranks, batch_sizes)
 
 
 def provenance() -> dict[str, Any]:

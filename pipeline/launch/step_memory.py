@@ -4,18 +4,15 @@ The method, its optimizer and its step are the ones that train. Only the operato
 the dry run they compute shapes, so a step of a large backbone takes seconds and almost no memory.
 The sizes of all live tensors are added up.
 
-Start reading at `forecast_memory`, which runs `measure_step` for each method in another process.
-`format_memory` prints the result.
+Start reading at `forecast_memory`; `format_memory` prints its result.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-import multiprocessing
 import weakref
-from collections.abc import Collection
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -30,7 +27,6 @@ from pipeline.graph.stage import Graph
 from workers import dist, loop, optim
 from workers.data import accelerator, torch_internals
 from workers.data.batch import Batch
-from workers.errors import UserError
 from workers.job import StageJob, Task
 from workers.methods.base import OptimPlan, Progress, StepContext, StepData
 from workers.methods.registration import load_method
@@ -74,8 +70,8 @@ class LiveBytes(torch_internals.DispatchMode):
     """Context that adds up the sizes of live tensors.
 
     Attributes:
-        converter: Context from `shapes_only` that is active outside of this one; None: none. The
-            tensors without values that it makes from other tensors are not counted again.
+        converter: The surrounding context from `shapes_only`; None in a step with values. It
+            converts tensors with values to tensors without. These are not counted a second time.
         live: Bytes of the tensors that are alive.
         peak: Largest value of `live` so far.
     """
@@ -104,7 +100,7 @@ class LiveBytes(torch_internals.DispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        kept = []  # the converter does not keep the tensors that it makes
+        converted_inputs = []  # keeps them alive during the operation
         if self.converter is not None:
             if func.overloadpacket.__name__ == "_local_scalar_dense":  # the host reads a value
                 return _make_value(args[0].dtype)
@@ -112,7 +108,7 @@ class LiveBytes(torch_internals.DispatchMode):
                 converted = self.converter.from_tensor(tensor)
                 if converted is not tensor:
                     self.add(converted, is_counted=False)
-                    kept.append(converted)
+                    converted_inputs.append(converted)
         result = func(*args, **kwargs)
         for tensor in list_tensors(result):
             self.add(tensor)
@@ -120,7 +116,7 @@ class LiveBytes(torch_internals.DispatchMode):
 
 
 def _make_value(dtype: torch.dtype) -> float:
-    """Return the value that the host reads in a dry run. With False, loops on a tensor end."""
+    """Return a value for the host to read: False ends loops whose condition is a tensor."""
     return False if dtype == torch.bool else 1
 
 
@@ -147,31 +143,31 @@ class ReadsZeros(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def forecast_memory(graph: Graph, labels: Collection[str]) -> list[StepMemory]:
-    """Forecast the memory of a training step of several methods, on the first task of each.
+def forecast_memory(graph: Graph, ranks: int, batch_sizes: Mapping[str, int]) -> list[StepMemory]:
+    """Forecast the memory of a training step of each method, on its first task.
 
-    This takes a second to start, and for each method about 4 s with a ViT-Ti and 10 s with a ViT-L.
-    The dry runs are in another process, because the caches of methods would keep tensors without
-    values.
+    This takes about 4 s for each method with a ViT-Ti, and 10 s with a ViT-L.
 
     Args:
         graph: The graph of a run, with jobs.
-        labels: Labels of the methods.
+        ranks: Number of ranks that share a batch.
+        batch_sizes: Stage id -> number of images in a global batch. Stages without an entry have
+            the setting `train.batch_size`, which `train.min_steps` can lower.
 
     Returns:
         An entry for each training step of the methods. A method that trains nothing has no entry.
     """
-    jobs: dict[tuple[str, str], StageJob] = {}
+    measured: dict[tuple[str, str], StepMemory] = {}
     for stage in graph:
         job = stage.job
-        if isinstance(job, StageJob) and stage.method and stage.method in labels and trains(job):
-            jobs.setdefault((stage.method, stage.step), job)
-    if not jobs:
-        return []
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        measured = pool.map(measure_step, jobs.values())
-        return [one._replace(label=label) for (label, _), one in zip(jobs, measured, strict=True)]
+        if not isinstance(job, StageJob) or not stage.method or not trains(job):
+            continue
+        if (stage.method, stage.step) not in measured:
+            batch_size = batch_sizes.get(stage.id, job.train.batch_size)
+            images = math.ceil(batch_size / (ranks * job.train.accumulate))
+            result = measure_step(job, images)
+            measured[stage.method, stage.step] = result._replace(label=stage.method)
+    return [*measured.values()]
 
 
 def trains(job: StageJob) -> bool:
@@ -181,7 +177,7 @@ def trains(job: StageJob) -> bool:
     return any(step.name == job.step and step.trains for step in load_method(job).steps)
 
 
-def measure_step(job: StageJob, has_values: bool = False) -> StepMemory:
+def measure_step(job: StageJob, batch_size: int, has_values: bool = False) -> StepMemory:
     """Measure the live tensors in a training step of one rank.
 
     The stage starts without carried state, so the step is that of a first task: it has no teacher
@@ -189,13 +185,14 @@ def measure_step(job: StageJob, has_values: bool = False) -> StepMemory:
 
     Args:
         job: The stage. Its results need not exist.
+        batch_size: Number of images in the batch.
         has_values: Whether to compute the step. False: a dry run.
     """
-    batch_size = -(-job.train.batch_size // job.train.accumulate)
     result = StepMemory(job.method, job.step, batch_size)
     try:
-        return _measure_step(job, result, has_values)
-    except (LookupError, RuntimeError, TypeError, ValueError, UserError) as error:
+        with torch.random.fork_rng(devices=[]):
+            return _measure_step(job, result, has_values)
+    except Exception as error:  # a method can do anything with tensors that have no values
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if type(error) is LookupError:  # of `StepData`; subclasses are errors of the method
             reason = NEEDS_IMAGES
@@ -299,8 +296,8 @@ def format_memory(steps: list[StepMemory]) -> str:
     lines = [
         table_text(head, rows, left=["memory of a step"]),
         "",
-        "peak: tensors that are alive at once in a step of one rank on its first task; later tasks "
-        "can add a teacher, parts of a network and exemplars, and the device adds its own buffers",
+        "peak: most bytes of live tensors in a step of one rank on the first task; later tasks can "
+        "can add a teacher, parts of a network and exemplars, and a GPU adds its own buffers",
     ]
     lines += [f"not known: {one.label}: {one.reason}" for one in steps if one.reason]
     return "\n".join(lines)

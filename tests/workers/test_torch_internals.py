@@ -39,6 +39,15 @@ def test_shape_inference_computes_nothing() -> None:
     assert not torch_internals.has_no_values(linear(torch.zeros(2, 8)))
 
 
+def test_ordinary_tensors_have_values_and_can_be_trained() -> None:
+    with torch_internals.shapes_only(), torch.inference_mode():
+        with torch_internals.ordinary_tensors():
+            ordinary = torch.tensor([1.0, 2.0])
+        assert torch_internals.has_no_values(torch.zeros(2))
+    assert ordinary.tolist() == [1, 2]
+    assert not ordinary.is_inference()
+
+
 def test_dispatch_mode_sees_each_operator() -> None:
     names: list[str] = []
 

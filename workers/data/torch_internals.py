@@ -6,12 +6,18 @@ one contract test for each name, so that after an upgrade the test of a missing 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 from torch import Tensor, distributed
 from torch._C._nn import _upsample_bilinear2d_aa
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +32,16 @@ def shapes_only() -> FakeTensorMode:
     can be used.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Make ordinary tensors inside `shapes_only` and `torch.inference_mode` too.
+
+    They have values and can be used in training. A function that caches tensors needs this context.
+    """
+    with unset_fake_temporarily(), torch.inference_mode(False):
+        yield
 
 
 def has_no_values(tensor: object) -> bool:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from workers.data.torch_internals import keep_gradient_above
+from workers.data.torch_internals import keep_gradient_above, ordinary_tensors
 
 # In `squash`, |z|^2 is clamped to this minimum before the square root.
 MIN_SQUARE = 1e-16
@@ -53,7 +53,7 @@ def list_windows(
     batch: int, tasks: int, tokens: int, filters: int, sizes: tuple[int, ...], device: torch.device
 ) -> Windows:
     """Return the indices for `filters` filters of each kernel size in `sizes`."""
-    with torch.inference_mode(False):  # the cached tensors are also used in training
+    with ordinary_tensors():  # the cached tensors are also used in training
         images = torch.arange(batch * tasks, device=device)
         of_queries = images[tasks - 1 :: tasks]
         # First token of each row, (B T + B,): in (B, T, N), and in (B T + B, N).

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from workers.data import torch_internals
 from workers.model.heads import Heads
 from workers.model.noise import TokenDropPath
 
@@ -126,10 +127,9 @@ def find_class_columns(sizes: tuple[int, ...], device: torch.device) -> Tensor:
         sizes: Number of classes of each task.
         device: Device of the result.
     """
-    with torch.inference_mode(False):  # the cached tensor is also used in training
-        width = max(sizes)
-        columns = [task * width + i for task, size in enumerate(sizes) for i in range(size)]
-        return torch.tensor(columns).to(device)
+    with torch_internals.ordinary_tensors():  # the cached tensor is also used in training
+        is_class = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]  # (tasks, most classes)
+        return is_class.flatten().nonzero().squeeze(1).to(device)
 
 
 class TokenNetwork(nn.Module):

@@ -34,7 +34,14 @@ from workers.evaluate import accuracy, evaluate_task
 from workers.feature_stage import compute_features, load_features
 from workers.job import StageJob
 from workers.methods import METHODS
-from workers.methods.base import Method, OptimPlan, Progress, StepContext, StepData
+from workers.methods.base import (
+    Method,
+    OptimPlan,
+    ParamGroup,
+    Progress,
+    StepContext,
+    StepData,
+)
 from workers.methods.protocols import (
     CombinesGradients,
     PrecomputesFeatures,
@@ -308,11 +315,7 @@ def fit(
     )
     if feed.replay is not None:
         feed.replay.memory_format = feed.memory_format
-    trained_ids: set[int] = set()
-    for param_group in param_groups:
-        trained_ids.update(id(p) for p in param_group["params"])
-    for p in method.parameters():
-        p.requires_grad_(id(p) in trained_ids)
+    freeze_others(method, param_groups)
     warnings: list[str] = []
     if job.train.compile is True:
         vit.compile_blocks(method.backbone)
@@ -342,6 +345,13 @@ def fit(
         if obstacle is not None:
             warnings.append(f"train.compile is 'step', but {obstacle}; steps ran uncaptured")
     return Training(history, length, tuple(warnings))
+
+
+def freeze_others(method: Method, param_groups: list[ParamGroup]) -> None:
+    """Let only the parameters in `param_groups` require gradients."""
+    trained_ids = {id(p) for param_group in param_groups for p in param_group["params"]}
+    for p in method.parameters():
+        p.requires_grad_(id(p) in trained_ids)
 
 
 class StepInputs(NamedTuple):

@@ -220,10 +220,7 @@ def _measure_step(job: StageJob, result: StepMemory, has_values: bool) -> StepMe
             data=StepData(task_keys=_make_keys),
         )
         groups = method.begin(context)
-        trained = [parameter for group in groups for parameter in group["params"]]
-        trained_ids = {id(parameter) for parameter in trained}
-        for parameter in method.parameters():
-            parameter.requires_grad_(id(parameter) in trained_ids)
+        loop.freeze_others(method, groups)
         if train.recompute and method.can_recompute:
             recompute_blocks(vit.list_blocks(method.backbone))
         optimizer = optim.build_optimizer(groups, train)
@@ -255,7 +252,7 @@ def _measure_step(job: StageJob, result: StepMemory, has_values: bool) -> StepMe
             if number == 0:
                 gc.collect()
     return result._replace(
-        trained_parameters=sum(parameter.numel() for parameter in trained),
+        trained_parameters=sum(p.numel() for p in loop.list_parameters(optimizer)),
         weight_bytes=weight_bytes,
         peak_bytes=memory.peak,
         flops=counter.get_total_flops(),

@@ -74,7 +74,7 @@ test-all: lint
 docs: .venv/.docs
 	$(BIN)/python -m docs.site.build
 
-BENCHMARKS := synchronised_bytes gradient_overlap train_step methods meat_inference dytox toast linear_probe pretrained feed feed_cores augment feed_step feed_scale feed_cluster scale launch search serve growing
+BENCHMARKS := synchronised_bytes gradient_overlap train_step methods meat_inference dytox toast linear_probe pretrained feed feed_cores augment feed_step feed_scale feed_cluster shared_index scale launch search serve growing
 bench: .venv/.ready
 	@failed=; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || failed="$$failed $$name"; done; \
 	test -z "$$failed" || { echo "missed a demand:$$failed"; exit 1; }

@@ -147,7 +147,7 @@ def measure_order(report: Report, index: Locations) -> tuple[Deal, ByteRanges, f
     """Measure the time and memory that one rank of 512 needs for the order.
 
     Returns:
-        The deal, the ranges of its runs, and the seconds to compute the order of an epoch.
+        The deal, the ranges of the runs, and the seconds to compute the order of an epoch.
     """
     began = time.process_time()
     deal = make_deal(index.sizes, BATCH)
@@ -171,13 +171,17 @@ def measure_order(report: Report, index: Locations) -> tuple[Deal, ByteRanges, f
     return deal, ranges, epoch_s
 
 
-def write_index(folder: Path, key: str) -> None:
-    """Write an artifact without pixels: an index of INDEX_ROWS rows with a shard per class."""
+def name_classes(num_rows: int) -> tuple[str, ...]:
+    """Return the classes of an index of `num_rows` rows."""
+    return tuple(f"n{label:08d}" for label in range(num_rows // CLASS_ROWS))
+
+
+def write_index(folder: Path, key: str, num_rows: int) -> None:
+    """Write an artifact without pixels: an index of `num_rows` rows with a shard per class."""
     generator = np.random.default_rng(0)
     attempt = Attempt(str(folder), key)
     tables = []
-    for label in range(INDEX_ROWS // CLASS_ROWS):
-        name = f"n{label:08d}"
+    for name in name_classes(num_rows):
         shard = f"train-{hashlib.sha256(name.encode()).hexdigest()[:16]}-00000.tar"
         attempt.write(shard, b"")
         path = folder / key / attempt.name / shard
@@ -207,20 +211,19 @@ def measure_index(report: Report) -> None:
     pool = pa.default_memory_pool()
     with tempfile.TemporaryDirectory() as folder:
         pa.set_memory_pool(pa.system_memory_pool())  # excludes the writing from the measured memory
-        write_index(Path(folder), "index")
+        write_index(Path(folder), "index", INDEX_ROWS)
         pa.set_memory_pool(pool)
         stored = Artifact.need(folder, "index").manifest["files"][INDEX]["bytes"]
         report.note(f"the index of {INDEX_ROWS:,} rows", f"{stored / 1e6:.0f} MB in the storage")
-        num_classes = INDEX_ROWS // CLASS_ROWS
+        classes = name_classes(INDEX_ROWS)
+        num_classes = len(classes)
         for count in (num_classes // 100, num_classes // 10, num_classes):
-            task = Task("t", "card", "index", tuple(f"n{label:08d}" for label in range(count)))
+            task = Task("t", "card", "index", classes[:count])
             before = pool.bytes_allocated()
             began = time.process_time()
             samples = select(folder, (task,), "train", 0.0)
             seconds = time.process_time() - began
-            locations = samples.locations
-            arrays = (samples.labels, samples.tasks, locations.shards)
-            kept = samples.table.nbytes + sum(array.nbytes for array in arrays)
+            kept = samples.table.nbytes
             peak = (
                 pool.max_memory() - before + stored
             )  # maximum over this task and the smaller tasks before it
@@ -229,7 +232,7 @@ def measure_index(report: Report) -> None:
                 f"{seconds:.2f} s of one core; at most {peak / 1e6:.0f} MB, "
                 f"{kept / 1e6:.0f} MB kept",
             )
-            del samples, locations, arrays
+            del samples
 
 
 def measure_requests(report: Report, deal: Deal, ranges: ByteRanges) -> tuple[float, float]:

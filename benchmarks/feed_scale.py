@@ -180,9 +180,15 @@ def write_store(root: Path, key: str, num_rows: int, records: list[bytes], ext: 
     attempt.commit({"kind": "ingest"})
 
 
-def streamed_feed(root: Path, key: str) -> Feed:
-    """Return a training feed of one rank over an artifact of `write_store`."""
-    task = Task("t", "card", key, tuple(str(number) for number in range(CLASSES)))
+def streamed_feed(
+    root: Path,
+    key: str,
+    classes: tuple[str, ...] = tuple(map(str, range(CLASSES))),
+    group: Group | None = None,
+    cache: str = "",
+) -> Feed:
+    """Return a training feed over an artifact (default: of `write_store`, in a single rank)."""
+    task = Task("t", "card", key, classes)
     job = StageJob(
         "id",
         "key",
@@ -198,8 +204,9 @@ def streamed_feed(root: Path, key: str) -> Feed:
         task,
         (task,),
         loader_workers=0,
+        cache=cache,
     )
-    return Feed(job, (task,), "train", Group(), training=True)
+    return Feed(job, (task,), "train", group or Group(), training=True)
 
 
 def make_batches(feed: Feed, order: EpochOrder, steps: range) -> int:

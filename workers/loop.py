@@ -27,7 +27,7 @@ from workers import dist, host_memory, optim, preemption
 from workers.capture import StepCapture, find_obstacle
 from workers.data import accelerator
 from workers.data.batch import Batch
-from workers.data.feed import Feed, ReplayFeed
+from workers.data.feed import Feed, ReplayFeed, open_cache
 from workers.data.rows import has_validation, list_keys, select
 from workers.errors import UserError
 from workers.evaluate import accuracy, evaluate_task
@@ -386,7 +386,7 @@ def prepare_step_inputs(
         trains: Whether the step trains.
     """
     assert job.task is not None
-    # Tasks whose samples are all used for training, unless `memory` selects some of them. (The
+    # Tasks whose samples are all used for training, unless `memory` selects a subset. (The
     # tasks in `job.tasks` are those up to this task.)
     full_tasks = job.tasks if method.trains_on == "seen" else (job.task,)
     train = job.train
@@ -420,7 +420,9 @@ def prepare_step_inputs(
         exemplars = {task.name: [] for task in training_tasks if task not in full_tasks}
     fitted_job = job
     if trains and train.min_steps:
-        samples = select(job.root, training_tasks, "train", job.data.val_fraction, exemplars)
+        samples = select(
+            job.root, training_tasks, "train", job.data.val_fraction, exemplars, open_cache(job)
+        )
         train = optim.fit_to_images(job.train, len(samples))
         fitted_job = replace(job, train=train)
 

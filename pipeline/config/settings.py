@@ -349,8 +349,8 @@ class ClusterSettings(Frozen):
     )
     cache: str = Field(
         "",
-        description="folder on each node that caches shards and decoded images; "
-        "empty: inside a storage on disk, else a temporary folder",
+        description="folder on each node that caches shards, decoded images and large sample "
+        "tables; empty: inside a storage on disk, else a temporary folder",
     )
     cache_gb: float = Field(
         50.0,
@@ -964,7 +964,7 @@ def _check_slices(config: Config, where: str) -> None:
 
 
 def _labels_and_tasks(config: Config) -> list[tuple[str, str | None]]:
-    """Return (label, None) for every method, and then (label, task) for each of its `tasks`."""
+    """Return (label, None) for every method, and then (label, task) for each entry of `tasks`."""
     pairs: list[tuple[str, str | None]] = []
     for label, entry in config.methods.items():
         pairs.append((label, None))

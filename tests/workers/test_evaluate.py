@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -335,7 +336,7 @@ def test_memory_samples_are_trained_with_task_samples_and_counted(
         train.train.epochs * feed.steps_per_epoch, feed.steps_per_epoch, train.train
     )
     first = feed.samples.tasks == 0
-    assert sorted(feed.samples.keys(first.nonzero().squeeze(1).numpy())) == live.memory_keys["two"]
+    assert sorted(feed.samples.keys(np.flatnonzero(first))) == live.memory_keys["two"]
     assert len(live.memory_keys["two"]) == Rehearses.KEPT
     assert set(feed.samples.labels[first].tolist()) == {0}
 

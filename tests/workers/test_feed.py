@@ -772,9 +772,10 @@ def use(root: Path, storage_kind: str) -> None:
 
 @pytest.mark.parametrize("storage_kind", PLACES)
 def test_a_flipped_bit_names_the_damaged_image(root: Any, storage_kind: Any) -> None:
-    shards = Shards.open(str(root), "colours")
-    row = feed_of(root, "resident").samples.table.slice(3, 1).to_pylist()[0]
-    path = Path(shards.uri(row["shard"]))
+    table = feed_of(root, "resident").samples
+    row = table.table.slice(3, 1).to_pylist()[0]
+    shards, shard = table.files[row["file"]]
+    path = Path(shards.uri(shard))
     data = bytearray(path.read_bytes())
     data[row["offset"] + row["bytes"] - 20] ^= 1
     path.write_bytes(data)

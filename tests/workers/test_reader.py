@@ -1,4 +1,4 @@
-"""Tests of readers: they read each range of a bucket once, ahead of its use, verify it, and read no
+"""Tests of readers: they read each range of a bucket once, ahead of use, verify it, and read no
 more than a rank needs."""
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ def stored_records(table: SampleTable, folder: Path) -> list[bytes]:
     """Return the bytes of all rows as stored on disk."""
     records = []
     attempt = Path(table.shards[0].uri("")).name
-    for row in table.table.select(["shard", "offset", "bytes"]).to_pylist():
-        with open(folder / "colours" / attempt / row["shard"], "rb") as file:
+    for row in table.table.select(["file", "offset", "bytes"]).to_pylist():
+        _, shard = table.files[row["file"]]
+        with open(folder / "colours" / attempt / shard, "rb") as file:
             file.seek(row["offset"])
             records.append(file.read(row["bytes"]))
     return records
@@ -154,10 +155,11 @@ def test_records_lie_in_the_ranges_of_their_rows(
 ) -> None:
     locations = colours.locations
     for ranges in (Ranges.of_runs(colours, rows_per_run), Ranges.of_pieces(colours)):
-        of_row = ranges.of_row
+        of_row = ranges.find(np.arange(len(colours)))
         assert (ranges.shards[of_row] == locations.shards).all()
         assert (ranges.starts[of_row] <= locations.offsets).all()
-        assert (ranges.ends[of_row] >= locations.offsets + locations.sizes).all()
+        ends = ranges.starts + ranges.sizes
+        assert (ends[of_row] >= locations.offsets + locations.sizes).all()
 
 
 # ---- how much is read ----------------------------------------------------------------------------
@@ -244,7 +246,7 @@ def test_one_long_record_does_not_prevent_range_reads(
     fine_runs(monkeypatch)
     deal = deal_of(colours)
     runs = runs_of(colours, deal)
-    runs.ends[-1] += 50 * runs.total_bytes // len(runs.ends)
+    runs.sizes[-1] += 50 * runs.total_bytes // len(runs.sizes)
     monkeypatch.setattr(Ranges, "of_runs", lambda *_: runs)
     cache = Cache(str(tmp_path / "cache"), int(0.95 * runs.total_bytes))
     made = make_shuffled_reader(colours, deal, 8, cache)
@@ -349,7 +351,7 @@ def test_planning_single_records_needs_few_bytes_per_record(
 ) -> None:
     n = 100_000
     rows = np.random.default_rng(0).permutation(n)
-    ranges = Ranges(np.arange(n), np.zeros(n, np.int32), np.arange(n), np.arange(n) + 1)
+    ranges = Ranges(lambda rows: rows, np.zeros(n, np.int32), np.arange(n), np.ones(n, np.int64))
     made = BucketReader(colours, ranges, None, num_ahead=256)
     monkeypatch.setattr(made, "_plan", lambda *_: None)
     tracemalloc.start()

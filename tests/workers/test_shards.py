@@ -1,10 +1,11 @@
-"""Tests of the index of an ingest stage: a rank reads only the rows of its task."""
+"""Tests of the index of an ingest stage: a rank reads only its task's rows."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -48,7 +49,7 @@ def root(tmp_path: Path) -> str:
 
 @pytest.fixture
 def read_groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list of the row groups that are read with all columns."""
+    """Return a list of the row groups read with all columns."""
     numbers: list[int] = []
     read = pq.ParquetFile.read_row_group
 
@@ -79,7 +80,7 @@ def test_samples_of_a_task_keep_no_index(root: str) -> None:
     samples = select(root, (task,), "train", 0.0)
     assert len(samples) == 4 * GROUP
     assert samples.labels.tolist() == [0] * (2 * GROUP) + [1] * (2 * GROUP)
-    assert samples.keys(samples.labels.nonzero().squeeze(1).numpy())[:2] == [
+    assert samples.keys(np.flatnonzero(samples.labels))[:2] == [
         "train/3/0",
         "train/3/1",
     ]

@@ -532,8 +532,8 @@ class Augment:
     def _noise(self, draw: StepRng, device: torch.device) -> Tensor:
         """Draw N(0, 1) noise, the same on all ranks: a vector of NOISE_IMAGES * 3 * s * s numbers.
 
-        Each sample uses a window of it. If each sample had its own noise, each rank would have to
-        draw the noise of the whole global batch.
+        Each sample uses a window of this vector. If each sample had its own noise, each rank would
+        have to draw the noise of the whole global batch.
         """
         size = NOISE_IMAGES * 3 * self.side**2
         return torch.randn(size, generator=draw.generator("erase.noise", device), device=device)

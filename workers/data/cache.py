@@ -1,11 +1,12 @@
-"""Cache of a node: files with parts of shards and with decoded images.
+"""Cache of a node: files with parts of shards, with decoded images and with sample tables.
 
 The files are in one folder (`cluster.cache`) with a size limit (`cluster.cache_gb`). Each file is
 written once, and is shared by the processes of the node.
 
 A disk can silently return other bytes than were written. Therefore data are verified when they are
 read: the records of shards against the index (`workers/data/reader.py`), decoded images against
-checksums in their file (`Blocks`). Damaged data are fetched or decoded again.
+checksums in their file (`Blocks`), sample tables against a checksum when they are opened
+(`workers/data/rows.py`). Damaged data are fetched or made again.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ except ImportError:  # a machine that only trains may lack isal
 Write = Callable[[BinaryIO], None]
 CHECKSUM = np.dtype("<u4")  # type of a CRC-32, which detects disk errors and is faster than sha256
 FILLED = 0.9  # share of the limit that remains used after an eviction; makes evictions rare
+CHECKED_BYTES = 1 << 20  # bytes of a file that are read at a time to compute its checksum
 GROWTH = 64 << 20  # bytes reserved at a time for a file of unknown size
 _swept: set[str] = set()  # folders that this process has listed once; see `Cache`
 
@@ -272,6 +274,41 @@ class GrowingFile(io.BufferedRandom):
             self.grow(GROWTH)
             self.room += GROWTH
         return count
+
+
+class SummedFile(io.RawIOBase):
+    """Passes writes on to a file, and computes the checksum of the written bytes."""
+
+    def __init__(self, file: BinaryIO):
+        self.file = file
+        self.checksum = 0
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, data: Any, /) -> int:
+        """Write bytes; see `io.RawIOBase.write`."""
+        self.checksum = crc32(data, self.checksum)
+        return self.file.write(data)
+
+    def write_checksum(self) -> None:
+        """Append the checksum; see `is_whole`."""
+        self.file.write(np.array(self.checksum, CHECKSUM).tobytes())
+
+
+def is_whole(file: LocalFile) -> bool:
+    """Return whether a file ends with the checksum of its other bytes; see `SummedFile`.
+
+    The file is read in parts and not mapped, because mapped pages would count as memory of this
+    process.
+    """
+    end = file.size - CHECKSUM.itemsize
+    checksum = 0
+    for start in range(0, end, CHECKED_BYTES):
+        checksum = crc32(file.read_at(min(CHECKED_BYTES, end - start), start), checksum)
+    stored = file.read_at(CHECKSUM.itemsize, max(0, end))
+    return end > 0 and stored == np.array(checksum, CHECKSUM).tobytes()
 
 
 class Blocks:

@@ -65,7 +65,7 @@ class Feed:
     into `data.resident_mb`; otherwise they are decoded again in every epoch. Both give the same
     batches. In each epoch the samples are distributed to shuffle streams
     (`workers/data/order.py`). A rank reads only its own shuffle streams if `world` divides their
-    number; otherwise it reads more of them, up to all.
+    number; otherwise it reads more streams, up to all.
 
     With `data.repeats` = r > 1 (repeated augmentation, as in DeiT and DyTox) an epoch has the same
     number of samples, but only about ceil(n / r) images. Each image occurs r times, and every copy
@@ -120,11 +120,12 @@ class Feed:
         # `features_beside` are added to the batches as `Batch.features`.
         self.cached_features: Tensor | None = None
         self.features_beside: Tensor | None = None
-        cache = Cache(job.cache, int(job.cache_gb * 2**30)) if job.cache else None
-        self.samples = select(job.root, tasks, split, job.data.val_fraction, memory or {})
+        cache = open_cache(job)
+        self.samples = select(job.root, tasks, split, job.data.val_fraction, memory, cache)
         self._label_globally(job)
-        num_bytes = int(self.samples.locations.sizes.sum())
-        self.deal = Deal(len(self.samples), num_bytes, self.batch_size, self.seed, job.data.repeats)
+        self.deal = Deal(
+            len(self.samples), self.samples.num_bytes, self.batch_size, self.seed, job.data.repeats
+        )
         self.source, self.resident = self._make_source(job, cache)
         self.side_stream = SideStream(group.device)
 
@@ -156,7 +157,10 @@ class Feed:
         return make_sequential_reader(self.samples, cache)
 
     def _label_globally(self, job: StageJob) -> None:
-        """Set `global_labels` (n,), indices into one output space, and its size `num_classes`.
+        """Set the output space of global labels: its size `num_classes`, and `first_labels`.
+
+        A sample's global label is its label plus the first label of its task, an entry of the
+        tensor `first_labels` (number of tasks,).
 
         - A single task has its own output space in every scenario.
         - Several tasks in scenario `class` use the space of all tasks so far.
@@ -173,8 +177,7 @@ class Feed:
             total = start + task.num_classes
         is_shared = len(self.tasks) == 1 or job.scenario != "task"
         self.num_classes = total if is_shared else None
-        offsets = torch.tensor([first_labels[task.name] for task in self.tasks])
-        self.global_labels = self.samples.labels + offsets[self.samples.tasks]
+        self.first_labels = torch.tensor([first_labels[task.name] for task in self.tasks])
 
     @property
     def num_samples(self) -> int:
@@ -389,12 +392,15 @@ class Feed:
         device = self.group.device
         num_samples = len(rng.positions)
         plan = self.augment.plan(rng, self.num_classes)
-        sample_ids = torch.from_numpy(rows)  # (k,)
+        sample_ids, own_labels, own_tasks = (
+            torch.from_numpy(column.astype(np.int64))  # (k,)
+            for column in (rows, self.samples.labels[rows], self.samples.tasks[rows])
+        )
         numbers = [
             sample_ids,
-            self.samples.labels[sample_ids],
-            self.samples.tasks[sample_ids],
-            self.global_labels[sample_ids],
+            own_labels,
+            own_tasks,
+            own_labels + self.first_labels[own_tasks],
             rng.positions,
             *self._extra_numbers(sample_ids),
         ]
@@ -446,8 +452,8 @@ class Feed:
         size = order.size(step)
         if len(self.tasks) == 1:
             return (size,)
-        rows = torch.from_numpy(order.rows(step, np.arange(size)))
-        return tuple(self.samples.tasks[rows].bincount(minlength=len(self.tasks)).tolist())
+        tasks = self.samples.tasks[order.rows(step, np.arange(size))]
+        return tuple(np.bincount(tasks, minlength=len(self.tasks)).tolist())
 
 
 class ReplayFeed(Feed):
@@ -507,6 +513,11 @@ class ReplayFeed(Feed):
 
     def _extra_numbers(self, sample_ids: Tensor) -> list[Tensor]:
         return [self.slots[sample_ids]]
+
+
+def open_cache(job: StageJob) -> Cache | None:
+    """Return the cache of the node; None if the stage has no folder for it."""
+    return Cache(job.cache, int(job.cache_gb * 2**30)) if job.cache else None
 
 
 def whole_batch(size: int) -> list[MicroBatch]:

@@ -173,7 +173,7 @@ class ImageMaker:
     ) -> None:
         last_picture = None
         # The iterator `pictures` can continue with the pictures of the next part. It is the last
-        # argument of `zip`, so `zip` stops at the end of `indices` before it takes one of them.
+        # argument of `zip`, so `zip` stops at the end of `indices` before it takes a picture.
         for index, slot, picture in zip(indices.tolist(), slots, pictures, strict=False):
             if crops is not None:
                 self.cutter.cut(crops, index, picture, images[slot])

@@ -152,7 +152,7 @@ class StreamedPictures:
         requests["is_inline"] = not self.reader.reads_disks
         if self.reader.reads_disks:
             requests["offset"] = locations.offsets[rows]
-            requests["digest"] = self.samples.digests[rows].view("S64")[:, 0]
+            requests["digest"] = self.samples.digests(rows).view("S64")[:, 0]
             loaders.start(block, 0, len(block.borders) - 1)
             return []
         distinct, inverse = np.unique(rows, return_inverse=True)
@@ -361,7 +361,7 @@ def decode_rows(
         decode: Decodes an image file.
     """
     pictures = StreamedPictures(samples, make_sequential_reader(samples, cache), decode)
-    mean_bytes = max(1, int(samples.locations.sizes.mean()))
+    mean_bytes = max(1, samples.num_bytes // len(samples))
     chunk = max(1, min(CHUNK, CHUNK_BYTES // mean_bytes))
     threads = max(1, min(workers, MAX_THREADS))
     spec = SharedSpec(pictures)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict, deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
@@ -37,6 +37,7 @@ SPARSE = 4  # runs are fetched instead of pieces if pieces have more than this m
 RECORDS_AHEAD_BYTES = 32 << 20  # approximate bytes of records to fetch before they are needed
 MEMORY_BYTES = 256 << 20  # limit of fetched ranges in memory, per rank, without a cache
 FETCH_THREADS = 8
+ROWS_AT_ONCE = 1 << 20  # rows of a table that are processed at a time, to limit the memory
 
 
 class Reader(Protocol):
@@ -87,16 +88,16 @@ class Ranges:
     """Ranges of bytes, each fetched by one request and cached as one file.
 
     Attributes:
-        of_row: The range of each row of a table, (n,).
+        find: Function from rows of a table to their ranges, of the same shape.
         shards: Indices into `Locations.files`, (k,).
         starts: First byte of each range, (k,).
-        ends: End of each range, (k,).
+        sizes: Bytes of each range, (k,).
     """
 
-    of_row: Ints
+    find: Callable[[Ints], Ints]
     shards: NDArray[np.int32]
     starts: Ints
-    ends: Ints
+    sizes: Ints
 
     @classmethod
     def of_runs(cls, samples: SampleTable, rows_per_run: int | None = None) -> Ranges:
@@ -110,9 +111,13 @@ class Ranges:
         locations = samples.locations
         borders = cut_ranges(locations, rows_per_run)
         firsts = borders[:-1]
-        ends = np.maximum.reduceat(locations.offsets + locations.sizes, firsts)
-        of_row = np.repeat(np.arange(len(firsts)), np.diff(borders))
-        return cls(of_row, locations.shards[firsts], locations.offsets[firsts], ends)
+        starts = locations.offsets[firsts]
+        sizes = find_range_ends(locations, borders) - starts
+
+        def find(rows: Ints) -> Ints:
+            return np.searchsorted(borders, rows, side="right") - 1
+
+        return cls(find, locations.shards[firsts], starts, sizes)
 
     @classmethod
     def of_pieces(cls, samples: SampleTable) -> Ranges:
@@ -122,35 +127,37 @@ class Ranges:
         index, and not on the rows of the table. Therefore other rows of the same shards, for
         example of another split or task, use the same files of a cache.
         """
-        data = samples.table["data"].to_numpy()
+        locations = samples.locations
+        owners = np.array([samples.shards.index(shards) for shards, _ in locations.files])
+        names = [name for _, name in locations.files]
         of_row = np.empty(len(samples), np.int64)
         starts: list[Ints] = []
-        ends: list[Ints] = []
+        sizes: list[Ints] = []
         num_pieces = 0
         for number, shards in enumerate(samples.shards):
-            rows = np.flatnonzero(data == number)
+            rows = np.flatnonzero(owners[locations.shards] == number)
             pieces = IndexPieces.of(shards.read_index())
-            found = pieces.find(samples.table.select(["shard", "offset"]).take(rows))
+            found = pieces.find(names, locations.shards[rows], locations.offsets[rows])
             used, piece_of_row = np.unique(found, return_inverse=True)
             of_row[rows] = num_pieces + piece_of_row
             starts.append(pieces.starts[used])
-            ends.append(pieces.ends[used])
+            sizes.append(pieces.ends[used] - pieces.starts[used])
             num_pieces += len(used)
         shard_of_piece = np.empty(num_pieces, np.int32)
-        shard_of_piece[of_row] = samples.locations.shards
-        return cls(of_row, shard_of_piece, np.concatenate(starts), np.concatenate(ends))
+        shard_of_piece[of_row] = locations.shards
+        starts_of_all, sizes_of_all = np.concatenate(starts), np.concatenate(sizes)
+        return cls(of_row.__getitem__, shard_of_piece, starts_of_all, sizes_of_all)
 
     @classmethod
     def of_records(cls, samples: SampleTable) -> Ranges:
         """Make one range for each record."""
         locations = samples.locations
-        ends = locations.offsets + locations.sizes
-        return cls(np.arange(len(samples)), locations.shards, locations.offsets, ends)
+        return cls(lambda rows: rows, locations.shards, locations.offsets, locations.sizes)
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all ranges."""
-        return int((self.ends - self.starts).sum())
+        return int(self.sizes.sum())
 
     def estimate_bytes(self, count: int) -> int:
         """Estimate the bytes of `count` random ranges: `count` times the mean, plus the longest.
@@ -158,7 +165,7 @@ class Ranges:
         The longest range is added because a single long record can make one range a hundred times
         longer than the others.
         """
-        longest = int((self.ends - self.starts).max(initial=0))
+        longest = int(self.sizes.max(initial=0))
         return count * self.total_bytes // max(1, len(self.starts)) + longest
 
 
@@ -174,20 +181,34 @@ def cut_ranges(locations: Locations, rows_per_run: int | None = None) -> Ints:
     """
     _, shards, offsets, sizes = locations
     num_rows = len(offsets)
-    if not num_rows:
-        return np.zeros(1, np.int64)
     is_first = np.ones(num_rows, bool)
-    gaps = offsets[1:] - offsets[:-1]
-    is_first[1:] = gaps < 0
-    gaps -= sizes[:-1]
-    is_first[1:] |= gaps > GAP_BYTES
-    is_first[1:] |= shards[1:] != shards[:-1]
-    if rows_per_run is None:
-        pieces = offsets // RUN_BYTES
-        is_first[1:] |= pieces[1:] != pieces[:-1]
-    else:
+    for start in range(1, num_rows, ROWS_AT_ONCE):
+        stop = min(start + ROWS_AT_ONCE, num_rows)
+        rows, previous = slice(start, stop), slice(start - 1, stop - 1)
+        gaps = offsets[rows] - offsets[previous]
+        is_first[rows] = gaps < 0
+        is_first[rows] |= gaps - sizes[previous] > GAP_BYTES
+        is_first[rows] |= shards[rows] != shards[previous]
+        if rows_per_run is None:
+            is_first[rows] |= offsets[rows] // RUN_BYTES != offsets[previous] // RUN_BYTES
+    if rows_per_run is not None:
         is_first[::rows_per_run] = True
     return np.append(np.flatnonzero(is_first), num_rows)
+
+
+def find_range_ends(locations: Locations, borders: Ints) -> Ints:
+    """Return the ends of the ranges of `cut_ranges` in their shards, (m,)."""
+    ends = np.empty(len(borders) - 1, np.int64)
+    start = 0
+    while start < len(ends):
+        stop = np.searchsorted(borders, borders[start] + ROWS_AT_ONCE, side="right") - 1
+        stop = max(int(stop), start + 1)  # a range can have more rows
+        rows = slice(borders[start], borders[stop])
+        ends_of_rows = locations.offsets[rows] + locations.sizes[rows]
+        firsts = borders[start:stop] - borders[start]
+        ends[start:stop] = np.maximum.reduceat(ends_of_rows, firsts)
+        start = stop
+    return ends
 
 
 class IndexPieces(NamedTuple):
@@ -229,12 +250,17 @@ class IndexPieces(NamedTuple):
             np.maximum.reduceat(ends[by_piece], lines),
         )
 
-    def find(self, rows: pa.Table) -> Ints:
-        """Return the index of the piece of each row, by its columns `shard` and `offset`."""
-        names = rows["shard"].cast(self.shards.type)
-        shards = pc.index_in(names, self.shards).to_numpy().astype(np.int64)
-        position = rows["offset"].to_numpy() // PIECE_BYTES
-        found: Ints = np.searchsorted(self.numbers, shards * self.per_shard + position)
+    def find(self, names: list[str], shards: NDArray[np.int32], offsets: Ints) -> Ints:
+        """Return the index of the piece of each record.
+
+        Args:
+            names: Names of shards. Records are only in shards of this index.
+            shards: Indices into `names`, (n,).
+            offsets: First byte of each record, (n,).
+        """
+        numbers = pc.index_in(pa.array(names, self.shards.type), self.shards).fill_null(-1)
+        first_piece = numbers.to_numpy().astype(np.int64) * self.per_shard
+        found: Ints = np.searchsorted(self.numbers, first_piece[shards] + offsets // PIECE_BYTES)
         return found
 
 
@@ -302,7 +328,7 @@ class BucketReader:
             self._forget_plans()
         try:
             for rows in steps:
-                ranges_of_rows = self.ranges.of_row[np.unique(rows)]
+                ranges_of_rows = self.ranges.find(np.unique(rows))
                 needed = np.unique(ranges_of_rows)
                 if not self.repeats:
                     needed = needed[~is_planned[needed]]
@@ -359,12 +385,12 @@ class BucketReader:
                 return self.samples.read_bytes(row)
             return self._repair_record(row, self.cache)
         finally:
-            self._note_read(int(self.ranges.of_row[row]))
+            self._note_read(self._number(row))
 
     def _record(self, row: int) -> bytes:
         """Return the fetched bytes of a row, without verification."""
         locations = self.samples.locations
-        number = int(self.ranges.of_row[row])
+        number = self._number(row)
         offset = int(locations.offsets[row] - self.ranges.starts[number])
         size = int(locations.sizes[row])
         fetched = self._future(number).result()
@@ -536,7 +562,7 @@ class BucketReader:
             data = self._record(row)
             if self.samples.is_intact(row, data):
                 return data
-            number = int(self.ranges.of_row[row])
+            number = self._number(row)
             cache.forget(self._name(number))
             data = self.samples.read_bytes(row)
             filesystem.notify(
@@ -548,15 +574,17 @@ class BucketReader:
                 raise cache.make_disk_error()
             return data
 
+    def _number(self, row: int) -> int:
+        return int(self.ranges.find(np.array(row)))
+
     def _size(self, number: int) -> int:
-        return int(self.ranges.ends[number] - self.ranges.starts[number])
+        return int(self.ranges.sizes[number])
 
     def _name(self, number: int) -> str:
         """Return the name of a range's file in the cache."""
         shards, shard = self.samples.locations.files[self.ranges.shards[number]]
-        return (
-            f"shards/{shards.digest(shard)}-{self.ranges.starts[number]}-{self.ranges.ends[number]}"
-        )
+        start = int(self.ranges.starts[number])
+        return f"shards/{shards.digest(shard)}-{start}-{start + self._size(number)}"
 
 
 def make_sequential_reader(samples: SampleTable, cache: Cache | None) -> Reader:

@@ -1,27 +1,37 @@
-"""Sample tables: the images of a feed, their labels and their locations."""
+"""Sample tables: the images of a feed, their labels and their locations.
+
+The sample table of a large data set is a file in the cache of the node. Its ranks map this file
+into memory, so that the table needs no memory of their own.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from workers.data.cache import CHECKSUM, Cache, SummedFile, is_whole
 from workers.data.decoding import ImageLimits, is_intact
 from workers.data.held_out import hold_out
-from workers.data.shards import Shards
+from workers.data.shards import INDEX, Shards
 from workers.errors import UserError
 from workers.job import Task
+from workers.storage import filesystem
 
 HEX_DIGITS = 64  # number of hexadecimal digits of a sha256
+# Indexes with at least this many bytes (about 350,000 images) have a table in the cache. Reading a
+# smaller index costs a rank less than a second and 60 MB.
+LARGE_INDEX_BYTES = 16 << 20
+TABLE_FORMAT = "rows-1"  # part of the name of a table in the cache
 
 
 class Locations(NamedTuple):
@@ -48,18 +58,29 @@ class SampleTable:
 
     Attributes:
         shards: One object per data set.
-        table: Columns of the shards' indexes, and `data` (index into `shards`).
-        labels: Indices into the class list of each row's task, (n,).
-        tasks: Indices into the argument `tasks` of `select`, (n,).
+        table: Columns `key`, `class`, `sha256`, `offset` and `bytes` of the shards' indexes, and
+            `task`, `label` and `file`, see `tasks`, `labels` and `Locations.shards`.
+        files: Shards with rows of the table, see `Locations.files`.
+        num_bytes: Bytes of all image files.
     """
 
     shards: tuple[Shards, ...]
     table: pa.Table
-    labels: Tensor
-    tasks: Tensor
+    files: list[tuple[Shards, str]]
+    num_bytes: int
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
+
+    @cached_property
+    def labels(self) -> NDArray[np.int32]:
+        """Indices into the class list of each row's task, (n,)."""
+        return _numbers(self.table, "label")
+
+    @cached_property
+    def tasks(self) -> NDArray[np.int32]:
+        """Indices into the argument `tasks` of `select`, (n,)."""
+        return _numbers(self.table, "task")
 
     def keys(self, rows: np.ndarray) -> list[str]:
         """Return the keys of some rows."""
@@ -69,24 +90,8 @@ class SampleTable:
     @cached_property
     def locations(self) -> Locations:
         """Locations of the bytes of all rows."""
-        shard_names = _column(self.table, "shard").dictionary_encode()
-        names = shard_names.dictionary.to_pylist()
-        data = _column(self.table, "data").to_numpy().astype(np.int64)
-        # each pair (data set, shard name) as one number
-        pairs = data * len(names) + shard_names.indices.to_numpy()
-        occurs = np.zeros(len(self.shards) * len(names), bool)
-        occurs[pairs] = True
-        codes = np.cumsum(occurs, dtype=np.int32) - 1
-        files = [
-            (self.shards[pair // len(names)], names[pair % len(names)])
-            for pair in np.flatnonzero(occurs).tolist()
-        ]
-        return Locations(
-            files,
-            codes[pairs],
-            _column(self.table, "offset").to_numpy(),
-            _column(self.table, "bytes").to_numpy(),
-        )
+        columns = (_numbers(self.table, name) for name in ("file", "offset", "bytes"))
+        return Locations(self.files, *columns)
 
     def read_bytes(self, row: int) -> bytes:
         """Read the bytes of one image from storage, and verify them. Thread-safe."""
@@ -99,28 +104,33 @@ class SampleTable:
 
     def is_intact(self, row: int, data: bytes) -> bool:
         """Return whether `data` are the bytes of a row that ingest wrote."""
-        return is_intact(data, self.digests[row].tobytes())
+        starts, text = self._digest_text
+        return is_intact(data, text[starts[row] : starts[row + 1]].tobytes())
 
     def limits(self, row: int) -> ImageLimits:
         """Return the limits for the images of a row's data set."""
         shards: Shards = self.locations.files[self.locations.shards[row]][0]
         return shards.limits
 
+    def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return the hexadecimal digits of the sha256 of some rows, (k, HEX_DIGITS)."""
+        starts, text = self._digest_text
+        # a damaged digest becomes zeros, which match no image
+        digits = np.zeros((len(rows), HEX_DIGITS), np.uint8)
+        firsts = starts[rows]
+        is_whole = starts[rows + 1] - firsts == HEX_DIGITS
+        digits[is_whole] = text[firsts[is_whole][:, None] + np.arange(HEX_DIGITS)]
+        return digits
+
     @cached_property
-    def digests(self) -> NDArray[np.uint8]:
-        """Hexadecimal digits of the sha256 of all rows, (n, HEX_DIGITS). Usually not a copy."""
+    def _digest_text(self) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        """Start of each row's sha256, (n + 1,), in the text of all rows. Not copies."""
         column = _column(self.table, "sha256")
         _, starts_buffer, text = column.buffers()
+        if not len(column):
+            return np.zeros(1, np.int32), np.zeros(0, np.uint8)
         starts = np.frombuffer(starts_buffer, np.int32)[column.offset :][: len(column) + 1]
-        if (np.diff(starts) == HEX_DIGITS).all() and len(column):
-            digits = np.frombuffer(text, np.uint8)[starts[0] : starts[-1]]
-            return digits.reshape(len(column), HEX_DIGITS)
-        # a damaged digest becomes zeros, which match no image
-        digits = np.zeros((len(column), HEX_DIGITS), np.uint8)
-        for row, digest in enumerate(column.to_pylist()):
-            if len(digest.encode()) == HEX_DIGITS:
-                digits[row] = np.frombuffer(digest.encode(), np.uint8)
-        return digits
+        return starts, np.frombuffer(text or b"", np.uint8)
 
     def digest(self) -> str:
         """Return a digest of the images and their order."""
@@ -141,14 +151,24 @@ def _column(table: pa.Table, name: str) -> pa.Array:
     return pa.concat_arrays([pa.array([], column.type), *column.chunks])
 
 
+def _numbers(table: pa.Table, name: str) -> NDArray[Any]:
+    """Return a column of numbers as one array, which is not a copy if it has one chunk."""
+    column: NDArray[Any] = _column(table, name).to_numpy()
+    return column
+
+
 def select(
     root: str,
     tasks: tuple[Task, ...],
     split: str,
     val_fraction: float,
     memory: Mapping[str, Collection[str]] | None = None,
+    cache: Cache | None = None,
 ) -> SampleTable:
     """Select the samples of tasks in a split.
+
+    With a cache, a rank selects the samples of a large data set once per node and writes the table
+    to the cache. All ranks of the node map this file into memory.
 
     Args:
         root: Folder or URI of the stages.
@@ -158,48 +178,127 @@ def select(
             validation images of their own.
         memory: Keys of samples by task name. For these tasks, only the samples with these keys are
             selected; an empty collection selects none.
+        cache: Cache of the node, if any.
 
     Raises:
         UserError: If a split is empty, a class has no train image, or a remembered key is missing.
     """
+    memory = memory or {}
     keys = list(dict.fromkeys(task.data for task in tasks))
     urls = {task.data: task.shard_urls for task in tasks}
     shards = tuple(Shards.open(root, key, urls[key]) for key in keys)
-    in_order: list[pa.Table] = []
-    labels: list[NDArray[np.int64]] = []
-    tasks_of_rows: list[NDArray[np.int64]] = []
-    for index, task in enumerate(tasks):
-        if memory and not memory.get(task.name, True):
-            continue
+    selected = {index: task for index, task in enumerate(tasks) if memory.get(task.name, True)}
+    make = partial(_make_table, shards, selected, split, val_fraction, memory)
+    indexes = [opened.artifact.manifest["files"][INDEX] for opened in shards]
+    is_large = sum(info["bytes"] for info in indexes) >= LARGE_INDEX_BYTES
+    if cache is None or not is_large or any(memory.values()):
+        table = make()
+    else:
+        rules = [(opened.hold_out, opened.is_in_place) for opened in shards]
+        digests = [info["sha256"] for info in indexes]
+        contents = repr((TABLE_FORMAT, selected, split, val_fraction, digests, rules))
+        name = f"tables/{hashlib.sha256(contents.encode()).hexdigest()[:32]}.arrow"
+        table = _open_mapped(cache, name, make)
+    notes = json.loads(table.schema.metadata[b"accrete"])
+    files = [(shards[data], shard) for data, shard in notes["files"]]
+    return SampleTable(shards, table, files, notes["num_bytes"])
+
+
+def _make_table(
+    shards: tuple[Shards, ...],
+    tasks: Mapping[int, Task],
+    split: str,
+    val_fraction: float,
+    memory: Mapping[str, Collection[str]],
+) -> pa.Table:
+    """Read the indexes, and return `SampleTable.table` with its other attributes as metadata.
+
+    Args:
+        shards: The data sets.
+        tasks: Tasks by their value in the column `task`.
+        split: See `select`.
+        val_fraction: See `select`.
+        memory: See `select`.
+    """
+    keys = [opened.key for opened in shards]
+    parts: list[pa.Table] = []
+    for index, task in tasks.items():
         data = keys.index(task.data)
         part = _find_rows(shards[data], task, split, val_fraction)
         _refuse_empty(task, split, part, val_fraction)
-        if memory and task.name in memory:
+        if task.name in memory:
             part = _select_remembered(task, split, part, memory[task.name])
-        names = pc.index_in(part["class"], pa.array(task.classes, pa.string()))
-        part = _sort_rows(part.append_column("label", names), shards[data].is_in_place)
-        labels.append(part["label"].to_numpy().astype(np.int64))
-        tasks_of_rows.append(np.full(len(part), index))
-        in_order.append(_drop_columns(part, data))
-        del part, names
+        labels = pc.index_in(part["class"], pa.array(task.classes, pa.string()))
+        part = _sort_rows(part.append_column("label", labels), shards[data].is_in_place)
+        parts.append(_choose_columns(part, data, index))
+        del part, labels
     for opened in shards:
         opened.release_index()
-    table = pa.concat_tables(in_order).unify_dictionaries().combine_chunks()
-    return SampleTable(
-        shards,
-        table,
-        labels=torch.from_numpy(np.concatenate(labels)),
-        tasks=torch.from_numpy(np.concatenate(tasks_of_rows)),
-    )
+    table = pa.concat_tables(parts).unify_dictionaries().combine_chunks()
+    return _number_files(table, len(shards))
 
 
-def _drop_columns(part: pa.Table, data: int) -> pa.Table:
-    """Return the columns of `SampleTable.table`, with few bytes per row."""
-    columns = {name: part[name] for name in ("key", "offset", "bytes", "sha256")}
+def _choose_columns(part: pa.Table, data: int, task: int) -> pa.Table:
+    """Return the columns that the table needs, with few bytes per row."""
+    columns = {name: part[name] for name in ("key", "offset", "bytes", "sha256", "label")}
     for name in ("class", "shard"):
         columns[name] = part[name].dictionary_encode()
-    columns["data"] = pa.array(np.full(len(part), data, np.int32))
+    for name, number in (("data", data), ("task", task)):
+        columns[name] = pa.array(np.full(len(part), number, np.int32))
     return pa.table(columns)
+
+
+def _number_files(table: pa.Table, num_data: int) -> pa.Table:
+    """Replace the columns `data` and `shard` by `file`, and add the metadata of `_make_table`."""
+    shard_names = _column(table, "shard")
+    names = shard_names.dictionary.to_pylist()
+    # each pair (data set, shard name) as one number
+    pairs = _numbers(table, "data").astype(np.int64) * len(names) + shard_names.indices.to_numpy()
+    occurs = np.zeros(num_data * len(names), bool)
+    occurs[pairs] = True
+    codes = np.cumsum(occurs, dtype=np.int32) - 1
+    used = np.flatnonzero(occurs).tolist()
+    files = [(pair // len(names), names[pair % len(names)]) for pair in used]
+    notes = {"files": files, "num_bytes": int(_numbers(table, "bytes").sum())}
+    table = table.drop_columns(["data", "shard"]).append_column("file", pa.array(codes[pairs]))
+    return table.replace_schema_metadata({"accrete": json.dumps(notes)})
+
+
+def _open_mapped(cache: Cache, name: str, make: Callable[[], pa.Table]) -> pa.Table:
+    """Map a table in the cache into memory; write it if it is missing or damaged.
+
+    Args:
+        cache: The cache.
+        name: Name of the file: the table in Arrow's file format, and its checksum.
+        make: Function that makes the table.
+
+    Raises:
+        UserError: If the disk is full, or does not return the written data.
+    """
+
+    def write(stream: BinaryIO) -> None:
+        summed = SummedFile(stream)
+        table = make()
+        with pa.ipc.new_file(pa.PythonFile(summed, "w"), table.schema) as writer:
+            writer.write_table(table)
+        summed.write_checksum()
+        stream.flush()
+        os.fsync(stream.fileno())
+
+    file = cache.open_file(name, None, write)
+    if not is_whole(file):
+        filesystem.notify(
+            f"cache: {cache.path(name)} differs from the written data, and is written again; "
+            "check that disk if this repeats"
+        )
+        cache.forget(name)
+        file = cache.open_file(name, None, write)
+        if not is_whole(file):
+            raise cache.make_disk_error()
+    # The mapping has a duplicate of the file descriptor. So the file stays locked as long as the
+    # table exists, and the cache does not evict it.
+    mapped = np.memmap(file, np.uint8, "r")
+    return pa.ipc.open_file(pa.py_buffer(mapped[: -CHECKSUM.itemsize])).read_all()
 
 
 def _sort_rows(part: pa.Table, is_in_place: bool) -> pa.Table:

@@ -111,7 +111,8 @@ def fit_router(predictor: Predictor) -> dict[str, Tensor]:
         for start in range(0, len(rows), MAX_CLASS_IMAGES):
             pixels = _read_row_pixels(predictor, train, rows[start : start + MAX_CLASS_IMAGES])
             parts.append(router.features(predictor.network_input(pixels)).cpu())
-        router.add(task, torch.cat(parts), train.labels[rows], train.keys(np.array(rows)))
+        labels = torch.from_numpy(train.labels[rows]).long()
+        router.add(task, torch.cat(parts), labels, train.keys(np.array(rows)))
     return router.weights()
 
 
@@ -119,7 +120,7 @@ def choose_train_rows(task: Task, train: SampleTable) -> list[list[int]]:
     """Choose the training images to measure: a list of rows for each class with images."""
     per_class = min(max(1, MAX_TRAIN_IMAGES // task.num_classes), MAX_CLASS_IMAGES)
     rows_by_class = [
-        (train.labels == label).nonzero().flatten()[:per_class].tolist()
+        np.flatnonzero(train.labels == label)[:per_class].tolist()
         for label in range(task.num_classes)
     ]
     return [rows for rows in rows_by_class if rows]

@@ -121,7 +121,7 @@ def exhaust(feed: Feed, epochs: Iterator[int]) -> float:
 
 
 def pin(cores: set[int]) -> None:
-    """Pin all threads of this process and of its descendants to `cores`."""
+    """Pin all threads of this process and its descendants to `cores`."""
     for pid in family(os.getpid()):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with suppress(ProcessLookupError):  # the threads of an epoch end with the epoch
@@ -129,7 +129,7 @@ def pin(cores: set[int]) -> None:
 
 
 def family(pid: int) -> list[int]:
-    """Return the ids of a process and of its descendants."""
+    """Return the ids of a process and its descendants."""
     pids = [pid]
     for thread in os.listdir(f"/proc/{pid}/task"):
         children = Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
@@ -178,7 +178,7 @@ print(locked / total)
 def lock_seconds(feed: Feed, epochs: Iterator[int], cores: list[int]) -> float:
     """Return the seconds per image during which a thread of this process holds the lock."""
     pin({cores[1]})
-    for pid in family(os.getpid())[1:]:  # none of them takes the core from the lock holder
+    for pid in family(os.getpid())[1:]:  # none takes the core from the lock holder
         os.setpriority(os.PRIO_PROCESS, pid, LOWEST_PRIORITY)
     arguments = [str(os.getpid()), str(find_lock()), str(cores[0])]
     with subprocess.Popen(

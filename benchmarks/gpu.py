@@ -137,7 +137,7 @@ def run(cases: list[Case], device: str, jobs: int, limit_s: float) -> dict[Case,
 
 
 def add_failure(case: Case, row: Row, failure: Failure) -> None:
-    """Print a failure and add it to the row of its case."""
+    """Print a failure and add it to the case's row."""
     row.failures.append(failure)
     line = f"FAIL  {case}, {failure.stage}: {failure.sentence}"
     if failure.frame:

@@ -1,6 +1,6 @@
 """The checks of `benchmarks.gpu`: stages against the CPU, serving, a normal run, and resuming.
 
-Every stage runs on the CPU, and then again on the device with the CPU results of its parent stages
+Every stage runs on the CPU, and then again on the device with the parent stages' CPU results
 as inputs. Therefore a failed stage does not affect later stages, and differences do not accumulate.
 The results must agree as follows:
 

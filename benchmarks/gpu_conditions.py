@@ -136,7 +136,7 @@ class Interruptions:
 
 @contextlib.contextmanager
 def interrupted_steps() -> Iterator[Interruptions]:
-    """Request preemption once per training stage, in the middle of its steps, like SIGTERM."""
+    """Request preemption once per training stage, halfway through its steps, like SIGTERM."""
     steps = Interruptions()
     train_step = loop.train_step
 

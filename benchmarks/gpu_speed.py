@@ -318,7 +318,7 @@ def count_synchronisations(bench: Bench, step: Callable[[], object]) -> int:
 
 
 def kernels(bench: Bench, step: Callable[[], object]) -> Row:
-    """Return the device time of a step and the shares of its slowest kernels."""
+    """Return a step's device time and the shares of the slowest kernels."""
     on_gpu = accelerator.is_accelerator(bench.device)
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
         step()

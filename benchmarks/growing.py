@@ -125,7 +125,7 @@ class Story:
         (folder / "card.yaml").write_text(CARD)
 
     def put(self, digit: int, first: int, count: int, folder: str = "") -> None:
-        """Write images of a digit to the folder of its class, or to another folder."""
+        """Write images of a digit to its class folder, or to another folder."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
@@ -184,7 +184,7 @@ class Story:
         return pipeline.open_model(self.model).classes(task)
 
     def attempts(self) -> dict[str, str]:
-        """Return stage -> URI of its published result, or {} before the first run."""
+        """Return stage -> URI of the published result, or {} before the first run."""
         if not (self.folder / "storage").exists():
             return {}
         return {name: artifact.uri("") for name, artifact in read_artifacts(self.config).items()}
@@ -237,7 +237,7 @@ def read_artifacts(config: Path) -> dict[str, Artifact]:
 
 
 def read_contents(config: Path) -> dict[str, str]:
-    """Return stage -> digest of its result."""
+    """Return stage -> digest of the result."""
     artifacts = read_artifacts(config)
     return {
         stage: compute_content_digest(artifact.manifest) for stage, artifact in artifacts.items()

@@ -82,7 +82,7 @@ def star(
 def walk_graph(
     store: Store, graph: Graph, executor: Callable[[set[str]], Executor]
 ) -> tuple[Outcome, Times]:
-    """Run a graph and return its outcome and the times of its stages."""
+    """Run a graph and return its outcome and stage times."""
     times = Times()
     lookups = look_up_all(graph, store, None)
     watchers: list[Watcher] = [times, Console(graph, lookups, io.StringIO())]
@@ -124,7 +124,7 @@ def local(report: Report) -> None:
 
 
 def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
-    """Measure the start of a group of one worker and the time between two of its stages.
+    """Measure the start of a group of one worker and the time between two stages.
 
     Times between stages are medians over the train and evaluate stages.
     """

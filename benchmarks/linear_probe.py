@@ -29,7 +29,7 @@ HISTORY_COLUMNS = ("loss", "val_correct")
 
 
 class Probe:
-    """A training stage, from the `begin` of its method to its last step."""
+    """A training stage, from its method's `begin` to its last step."""
 
     def __init__(self, job: StageJob) -> None:
         self.job, self.method = job, restore.new_method(job)

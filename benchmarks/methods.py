@@ -310,7 +310,7 @@ class Training:
     def served(self) -> Method:
         """Return the method on a new copy of the backbone, with the finished task loaded.
 
-        The further steps of the task run first if none of them trains.
+        The further steps of the task run first if none trains.
         """
         self._finish()
         later = self.cls.steps_for(self.settings, self.position)[1:]

@@ -1,4 +1,4 @@
-"""Measure the overhead of a search trial, and the stage runs that are saved by shared prefixes.
+"""Measure the overhead of a search trial, and the stage runs saved by shared prefixes.
 
 Command: `python -m benchmarks.search`. It takes about two minutes on Ray Tune, with 100 trials of
 PackNet on two small tasks, one epoch, and a backbone of one block. Trials are random points of a
@@ -65,7 +65,7 @@ class EndedTrial(NamedTuple):
     """A finished trial."""
 
     at: float  # time of the report, by the monotonic clock
-    stages_s: float  # seconds of its stages
+    stages_s: float  # seconds of the stages
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def every_network(networks: Any, images: Tensor, tasks: list[str], names: list[s
 def full_models(method: Meat, names: list[str]) -> dict[str, nn.Module]:
     """Return a full network per task, with the masks folded into its weights.
 
-    Without a shared backbone, a server holds all of them in memory.
+    Without a shared backbone, a server holds them all in memory.
     """
     models: dict[str, nn.Module] = {}
     for name in names:

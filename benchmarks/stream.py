@@ -30,7 +30,7 @@ def draw_images(
     """Write images into folders per split and class; return the path of their card.
 
     The images are smooth with a little noise, so that their files are about as large as those of
-    photographs. An image is the mean of a random pattern and a pattern of its class, so a network
+    photographs. An image is the mean of a random pattern and its class pattern, so a network
     can learn the classes.
 
     Args:

@@ -57,7 +57,7 @@ class Counts(NamedTuple):
 
 
 def counted(sent: list[int], real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of the collective `real` that appends the bytes of its tensor to `sent`.
+    """Return a wrapper of the collective `real` that appends the tensor's bytes to `sent`.
 
     A payload other than a single tensor is an error.
     """
@@ -109,7 +109,7 @@ def rank_main(rank: int, jobs: list[StageJob], rendezvous: str, out: str) -> Non
 
 
 def main() -> None:
-    """Compare the bytes of each method with the number of its trained parameters."""
+    """Compare the bytes of each method with its number of trained parameters."""
     report = Report()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -52,7 +52,7 @@ class TwoFullPasses:
             block.attn.qkv.register_forward_hook(partial(self.add_feedback, index))
 
     def add_feedback(self, index: int, layer: Any, inputs: Any, qkv: Tensor) -> None:
-        """Add the feedback of block `index` to its values, as a forward hook of its qkv layer."""
+        """Add the feedback of block `index` to its values, as a forward hook of the qkv layer."""
         if self.feedback:
             width = self.backbone.embed_dim
             added = F.linear(self.feedback[index], layer.weight)

@@ -130,7 +130,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def start_no_loaders() -> None:
-    """Reset the time spent on images before each test: loaders start after two seconds of it."""
+    """Reset the time spent on images before each test: loaders start when it reaches 2 s."""
     loaders = sys.modules.get("workers.data.loaders")
     if loaders is not None:
         loaders._shared.seconds = 0.0

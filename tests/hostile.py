@@ -204,10 +204,10 @@ def measured(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
 
 
 def costs(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
-    """Call a function in a new process. Return (outcome, growth of its peak memory in MiB).
+    """Call a function in a new process. Return (outcome, peak memory growth in MiB).
 
-    outcome: the return value of the function, the text of its UserError, or "!!!" and the text of
-    another error.
+    outcome: the function's return value, the text of a UserError, or "!!!" and the text of another
+    error.
     """
     context = small_run.processes()
     parent_end, child_end = context.Pipe()
@@ -257,8 +257,8 @@ def parquet(table: pa.Table, **options: Any) -> bytes:
 def ingested(site: Site, index: bytes | None = None, data: bytes = bytes(4096)) -> str:
     """Write the result of an ingest stage with correct digests, and return its key.
 
-    index: the bytes of its index (default: an index of the single image `ROW`). data: the bytes of
-    its shard.
+    index: bytes of the index (default: an index of the single image `ROW`). data: bytes of the
+    shard.
     """
     if index is None:
         index = parquet(pa.Table.from_pylist([ROW], SCHEMA))
@@ -270,7 +270,7 @@ def ingested(site: Site, index: bytes | None = None, data: bytes = bytes(4096)) 
 
 
 def source(site: Site, data: bytes) -> str:
-    """Write a source of Parquet files with these bytes, and return the path of its config."""
+    """Write a source of Parquet files with these bytes, and return the config's path."""
     folder = site.own_folder / "raw"
     folder.mkdir()
     for split in ("train", "test"):

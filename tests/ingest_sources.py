@@ -43,7 +43,7 @@ def picture(seed: int, form: str = "PNG", mode: str = "RGB", side: int = 9) -> b
 def make_folder(root: Path, train: int = 12, test: int = 4) -> Path:
     """Write an image folder with many kinds of problem files, and return it.
 
-    It has copies, rare formats, equal stems, long and odd names, and files that are not images.
+    It has copies, rare formats, equal stems, long and odd names, and non-image files.
     """
     for c, name in enumerate(CLASSES):
         for split, count in (("train", train), ("test", test)):

@@ -15,7 +15,7 @@ class RecordedRun(NamedTuple):
     """A run in MLflow.
 
     metrics: name -> (step, value) of each point. files: paths of artifacts. models: paths of the
-    files of each complete model that was logged to the run.
+    files of each complete model logged to the run.
     """
 
     status: str

@@ -22,7 +22,7 @@ def code_cells(path: Path) -> list[str]:
 
 
 def run_cell(text: str, name: str, namespace: dict[str, Any]) -> None:
-    """Run one cell in a namespace, and print the value of its last expression.
+    """Run one cell in a namespace, and print its last expression's value.
 
     name: the name of the cell in tracebacks.
     """

@@ -243,7 +243,7 @@ def run_main_job(path: str, storages: tuple[str, str]) -> list[dict[str, Any]]:
 
 
 def measure_model(path: str) -> list[Any]:
-    """Return the accuracies of a model and the test distances of its tasks.
+    """Return a model's accuracies and the test distances per task.
 
     The first pair is measured on the device, the second on the CPU.
     """
@@ -411,7 +411,7 @@ def write_bounds(bounds: dict[Step, Counts]) -> None:
 
 
 def higher(step: Step, counts: Counts, bound: Counts) -> list[str]:
-    """Return a sentence for each count that is above its bound."""
+    """Return a sentence for each count above its bound."""
     names = {
         "ops": "operations",
         "copies": "copies from pageable memory",

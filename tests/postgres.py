@@ -54,7 +54,7 @@ class Postgres:
 
     @property
     def uri(self) -> str:
-        """The URI of its only database, with the password."""
+        """The URI of the only database, with the password."""
         return f"postgresql://{USER}:{PASSWORD}@127.0.0.1:{self.port}/postgres"
 
     def start(self) -> None:

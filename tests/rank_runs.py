@@ -29,9 +29,9 @@ class Steps:
 
     # Positions in the global batch of the samples that the rank trained on.
     rows: list[list[int]] = field(default_factory=list)
-    # Sum of the weights of its micro-batches.
+    # Sum of the micro-batch weights.
     weights: list[float] = field(default_factory=list)
-    # Bytes of gradients that were summed over the ranks.
+    # Bytes of gradients summed over the ranks.
     synchronised: list[int] = field(default_factory=list)
     # Number of trainable parameters.
     trainable: int = 0

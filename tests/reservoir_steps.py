@@ -51,7 +51,7 @@ def rows(logits: list[list[float]], labels: list[int], **parts: Any) -> Batch:
 
 
 def identity(name: str, tasks: tuple[Task, ...], scenario: str = "class", **settings: Any) -> Any:
-    """Return a method with an identity backbone. Each head selects the columns of its classes."""
+    """Return a method with an identity backbone. Each head selects its classes' columns."""
     method = begun(name, *tasks, **settings)
     width = sum(task.num_classes for task in tasks)
     method.scenario = scenario

@@ -1,4 +1,4 @@
-"""An S3-compatible server on loopback, in a separate process, and a proxy in front of it.
+"""An S3-compatible server on loopback, in a separate process, and a proxy for it.
 
 The proxy records requests and can make them fail.
 """
@@ -99,7 +99,7 @@ class Fault:
 
 @dataclass
 class Proxy:
-    """An HTTP proxy that passes requests to the server, and makes some of them fail."""
+    """An HTTP proxy that passes requests to the server, and makes some fail."""
 
     upstream: int  # port of the server
     share: float = 0.0  # fraction of requests that fail at random

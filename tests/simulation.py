@@ -1,7 +1,7 @@
 """A discrete-event simulation of a cluster with the real graph, walk and queue.
 
 Each node has one worker group. Nothing sleeps and nothing is trained: each stage has a duration
-that is drawn in advance, and `poll` moves a virtual clock to the next event.
+drawn in advance, and `poll` moves a virtual clock to the next event.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class FailureModel:
 class Cluster:
     """An executor that simulates a cluster.
 
-    seconds: duration of each stage on a node of full speed, by stage id. A stage that is
-    retried continues from its last checkpoint.
+    seconds: duration of each stage on a node of full speed, by stage id. A retried stage
+    continues from its last checkpoint.
     """
 
     nodes: int

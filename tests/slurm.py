@@ -62,7 +62,7 @@ class Slurm:
 
     Attributes:
         folder: Folder of the files of Slurm. Jobs are submitted in it.
-        nodes: Node name -> process of its daemon.
+        nodes: Node name -> its daemon process.
     """
 
     folder: Path
@@ -134,7 +134,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def slurm_up(folder: Path) -> Iterator[Slurm]:
-    """Start Slurm. At the end, stop Slurm and all of its jobs."""
+    """Start Slurm. At the end, stop Slurm and all its jobs."""
     slurm = Slurm(folder)
     host = socket.gethostname().partition(".")[0]
     (folder / "state").mkdir(parents=True)

@@ -26,11 +26,11 @@ class HostRead(AssertionError):
 
 
 class OperatorRecorder(DispatchMode):
-    """Record the operators that are dispatched inside the context.
+    """Record the operators dispatched inside the context.
 
     Attributes:
         calls: (operator, args, kwargs, result) of each call.
-        before: (tensor, copy of its values) from before each write to a tensor.
+        before: (tensor, copy of the values) from before each write to a tensor.
     """
 
     def __init__(self) -> None:

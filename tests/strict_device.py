@@ -292,7 +292,7 @@ class StrictDevice(TorchDispatchMode):
     def execute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Execute one operation of the dispatcher, and return its result.
 
-        It runs on the device if any of its tensors or its result is on the device.
+        It runs on the device if an input tensor or the result is on the device.
         """
         if func in PINNING:
             return PINNING[func](self, args[0])
@@ -454,7 +454,7 @@ def values_of(tensor: Tensor) -> Tensor:
 
 
 def is_written(argument: Any) -> bool:
-    """Return whether an operation writes to this argument of its schema."""
+    """Return whether an operation writes to this schema argument."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 

@@ -20,7 +20,7 @@ from workers.methods import METHODS
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[GrowingRun, Path]:
-    """A finished run, and a copy of its folder."""
+    """A finished run, and a copy of the folder."""
     from pipeline.report import page
 
     folder = tmp_path_factory.mktemp("growing")
@@ -641,7 +641,7 @@ def test_a_model_of_another_run_is_refused(
 def test_classes_cannot_join_a_pretrained_task(
     run: GrowingRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The number of its classes is that of the classifier's outputs."""
+    """Its number of classes is that of the classifier's outputs."""
     path = run.folder / "config.yaml"
     path.write_text(path.read_text().replace("role: base", "role: pretrained"))
     before = run.text

@@ -773,7 +773,7 @@ def test_cluster_without_the_requested_gpus_is_refused(site: Any) -> None:
     assert "lower cluster.workers or the resources of each, add nodes" in message
 
 
-# ---- in a process of its own ---------------------------------------------------------------------
+# ---- in a separate process -----------------------------------------------------------------------
 def in_a_process(argv: list[str]) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "pipeline", *argv],

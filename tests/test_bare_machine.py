@@ -1,6 +1,6 @@
 """Tests of runs without the packages ray, mlflow, webdataset, simplejpeg and isal.
 
-A run that needs none of them works, and other runs name the missing package.
+Runs that need none succeed, and other runs name the missing package.
 """
 
 from __future__ import annotations

@@ -557,8 +557,8 @@ def test_only_preempted_unfinished_slurm_job_is_requeued(
 
 
 def test_two_signals_stop_the_driver_only_once(slurm: Any) -> None:
-    """A job that is preempted shortly before its time limit gets two signals. A second signal to
-    the driver would end it before it has saved."""
+    """A job preempted shortly before its time limit gets two signals. A second signal to the driver
+    would end it before it has saved."""
     process = job({**slurm, "STAYS": "1"}, "configs/demo.yaml")
     log = Path(slurm["SAID"])
     for awaited in ("driver -m", "driver was asked to end"):

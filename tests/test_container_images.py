@@ -47,7 +47,7 @@ def instructions(text: str) -> list[Instruction]:
 
 
 def stages(text: str) -> dict[str, list[Instruction]]:
-    """Return stage name -> instructions, starting with those of its base stage."""
+    """Return stage name -> instructions, starting with the base stage's."""
     by_name: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
     for instruction in instructions(text):

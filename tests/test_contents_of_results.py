@@ -27,7 +27,7 @@ from workers.storage.artifact import compute_content_digest, compute_sha256
 
 
 class Finished(NamedTuple):
-    """A folder with a finished run, and a copy of it."""
+    """A folder with a finished run, and a copy."""
 
     folder: Path
     copy: Path

@@ -101,7 +101,7 @@ class Tree(Maker):
 
         Args:
             path: Path of the file.
-            split: Split of its rows.
+            split: Split of the rows.
             more: Further column -> its value by row number.
         """
         rows = [(self.png(), NAMES[index % 3]) for index in range(12)]

@@ -78,7 +78,7 @@ class Stream:
 
     @property
     def records(self) -> Path:
-        """Folder with the records of the last run that was started."""
+        """Folder with the records of the last started run."""
         return self.folder / "records"
 
     def body(self, folder: Path, **cluster: Any) -> dict[str, Any]:

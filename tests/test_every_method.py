@@ -149,7 +149,7 @@ class NoiseOfNumpy(Linear):
 
 
 class StartsAsPyTorchDoes(Linear):
-    """Has a layer that is initialized from the process's generator, which is allowed."""
+    """Has a layer initialized from the process's generator, which is allowed."""
 
     name = "starts-as-pytorch-does"
     starts_as_backbone = False
@@ -286,7 +286,7 @@ class RemembersBeside(Linear):
 
 
 class StateOfBegin(FineTune):
-    """Stores the untrained head in the state of its second task."""
+    """Stores the untrained head in the second task's state."""
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
@@ -301,7 +301,7 @@ class StateOfBegin(FineTune):
 
 
 class StateOfTheFirst(FineTune):
-    """Stores the head of the first task in the state of its second task."""
+    """Stores the first task's head in the second task's state."""
 
     needs_states = True
 

@@ -1,4 +1,4 @@
-"""Tests of `add` that is killed at any moment and then run again: nothing is lost or damaged."""
+"""Tests of `add` killed at any moment and then run again: nothing is lost or damaged."""
 
 from __future__ import annotations
 

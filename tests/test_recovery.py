@@ -223,7 +223,7 @@ def test_crashed_stage_resumes_at_step_of_last_checkpoint(
     with steps(monkeypatch) as second:
         assert cli.main(["run", config]) == 0
     together = [*first, *second]
-    # two classes with 20 images each, 2 of them for validation, in batches of 16
+    # two classes with 20 images each, 2 for validation, in batches of 16
     per_stage = 2 * -(-2 * (20 - 2) // 16)
     assert all(together.count(stage) == per_stage for stage in together), (
         "a step was repeated or skipped"

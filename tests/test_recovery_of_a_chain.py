@@ -1,4 +1,4 @@
-"""Tests of a class-incremental chain that is killed inside each step, and of deleted evaluations.
+"""Tests of a class-incremental chain killed inside each step, and of deleted evaluations.
 
 Exemplars, weights and correct answers must be those of an uninterrupted run.
 """
@@ -19,7 +19,7 @@ from tests.recovery import Reference, check_recovered, published_attempts, steps
 # of the file that names them.
 CALLS = 4
 # Calls before the first checkpoint: a write and a move of each file of decoded images, and the
-# deletion of its lock.
+# lock's deletion.
 CACHES = {
     "train": 2 * 3,
     "herd": 1 * 3,

@@ -33,7 +33,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture(scope="module")
 def longer(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Return a reference run that is long enough to be interrupted."""
+    """Return a reference run long enough to be interrupted."""
     return Reference.made_in(tmp_path_factory.mktemp("longer"), **LONGER)
 
 

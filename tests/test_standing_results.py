@@ -70,7 +70,7 @@ def test_damaged_data_is_reingested_only_when_needed(
     quick: Any,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Unneeded damaged data is kept: its source may be gone, and most of it may be intact."""
+    """Unneeded damaged data is kept: its source may be gone, and it may be mostly intact."""
     config, storage = reference.copy(tmp_path), tmp_path / "storage"
     before = small_run.attempts(storage)
     damage_file(small_run.artifact(storage, stage_id, file), harm)

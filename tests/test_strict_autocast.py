@@ -37,7 +37,7 @@ def attend(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x, x, x)
 
 
-# Operation -> a call with x (4, 4) in fp32 and y (4, 4) in bf16, and the dtype of its result.
+# Operation -> a call with x (4, 4) in fp32 and y (4, 4) in bf16, and the result's dtype.
 RESULTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
     "matmul": (lambda x, y: x @ x, BF16),
     "linear": (lambda x, y: F.linear(x, x, x[0]), BF16),

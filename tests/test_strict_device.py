@@ -179,9 +179,9 @@ def test_every_way_of_training_gives_the_results_of_the_cpu(device: Any, name: s
 
 # ---- memory formats of CNNs ----------------------------------------------------------------------
 class Convolutions(NamedTuple):
-    """Results of the stages of a case, and the memory formats of its convolutions.
+    """Results of a case's stages, and the memory formats of the convolutions.
 
-    formats: pairs of (whether the layer is in training mode, memory format of its input).
+    formats: pairs of (whether the layer is in training mode, memory format of the input).
     tensors: "stage/name" -> tensor of a task's state.
     """
 

@@ -126,7 +126,7 @@ def finished_stages(folder: Path) -> int:
 
 
 def essence(recorded: dict[tuple[str, str], RecordedRun]) -> dict[tuple[str, str], Any]:
-    """Return the parts of a record that are the same for equal runs: all but times and speeds."""
+    """Return the parts of a record that equal runs share: all but times and speeds."""
     common = {}
     for name, run in recorded.items():
         points = {

@@ -19,7 +19,7 @@ from workers.model import vit
 
 FILE = Path(__file__).parent / "golden" / "timm_models.json"
 COMMAND = ".venv/bin/python -m tests.timm_models"
-# Image sizes in pixels that are tried, in this order, before the default size of a model.
+# Image sizes in pixels, tried in this order before the default size of a model.
 SIDES = (64, 96, 128, 160, 224)
 LARGE = 60_000_000  # above this number of parameters, the depth is set to 2 if the model has one
 # Module -> replacement for a smallest model that takes minutes to run.
@@ -53,7 +53,7 @@ def smallest(module: str) -> str:
 def settings_of(name: str) -> dict[str, Any]:
     """Return the backbone section of a model: the smallest image size, and depth 2 if it is large.
 
-    A model that is refused at every size gets its default size.
+    A model refused at every size gets its default size.
     """
     with torch.device("meta"):
         model: Any = timm.create_model(name, num_classes=0)
@@ -74,7 +74,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def pinned() -> dict[str, dict[str, Any]]:
-    """Return module -> backbone section of its model, from the file."""
+    """Return module -> its model's backbone section, from the file."""
     sections: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
     return sections
 

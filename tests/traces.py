@@ -23,7 +23,7 @@ LIKENESS = 0.9  # minimum correlation of two copies
 
 @dataclass(frozen=True)
 class Trace:
-    """The traces of an image: texts, and a small copy of its pixels (SIDE, SIDE)."""
+    """The traces of an image: texts, and a small copy of the pixels (SIDE, SIDE)."""
 
     texts: tuple[bytes, ...]
     pixels: NDArray[np.float64]
@@ -49,7 +49,7 @@ def shrink(image: Image.Image) -> NDArray[np.float64]:
 
 
 def contents(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file and of its packed contents."""
+    """Yield the bytes of a file and of any packed contents."""
     data = path.read_bytes()
     yield data
     if data.startswith(b"PAR1"):

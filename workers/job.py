@@ -1,6 +1,6 @@
 """StageJob: the complete input of a worker for one stage, picklable and with absolute URIs.
 
-This module also defines the settings that can change a result, and which of them are part of a key.
+This module also defines the settings that can change a result, and which ones are part of a key.
 The key of a stage is a hash of everything that can change its result. The result is stored under
 the key, so settings with the same key share it.
 """

@@ -1,7 +1,7 @@
 """Restore methods from stored results: backbone, states of finished tasks, carried state.
 
 `new_method`, `load_states` and `load_carried` are the parts for a training step;
-`restore_finished_method` does all of it for evaluation.
+`restore_finished_method` combines them for evaluation.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def prepare_table(
     """Read a table and prepare its runs at a scale.
 
     Args:
-        name: Name of a table, or path of its file.
+        name: Name of a table, or path of a table file.
         scale: The scale.
         overrides: Overrides of all runs in the form of `--set`.
         **options: See `runs.prepare`.
@@ -140,7 +140,7 @@ def reproduce(
     """Run the missing stages of all runs of a table, and return the table with its values.
 
     Args:
-        name: Name of a table, or path of its file.
+        name: Name of a table, or path of a table file.
         scale: The scale.
         overrides: Overrides of all runs in the form of `--set`.
         open_screen: Creates the screen that shows a run.
@@ -177,7 +177,7 @@ def collect_values(
     """Return a table with the values of its runs.
 
     Args:
-        name: Name of the table, or path of its file.
+        name: Name of the table, or path of a table file.
         scale: The scale.
         table: The table.
         results: Run -> name of a replica -> results. Values are means over replicas.
@@ -280,7 +280,7 @@ def write_files(result: Reproduction) -> list[str]:
 
 # ---- text ----------------------------------------------------------------------------------------
 def describe_table(name: str, overrides: Sequence[str] = ()) -> str:
-    """Return a table at each of its scales, with the values that are in the storage.
+    """Return a table at each scale, with the values that are in the storage.
 
     For a scale whose data are not on this machine, the text has the error in place of the values.
     """

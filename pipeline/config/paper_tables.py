@@ -58,7 +58,7 @@ class TableScale(Frozen):
         """Return the names of the runs that may compute a row; one for a valid table.
 
         It is the run that the row names, else the run that lists the row's method, else the run
-        that lists no methods and so takes those of its config.
+        that lists no methods and so takes its config's methods.
         """
         if row.run in self.runs:
             return [row.run]
@@ -184,7 +184,7 @@ def list_runs(file: Path, table: PaperTable, scale_name: Scale) -> list[PartRun]
     Args:
         file: File of the table. The names of its runs begin with its name.
         table: The table.
-        scale_name: One of its scales.
+        scale_name: Name of a scale in the table.
 
     Raises:
         UserError: If two runs would have the same name.

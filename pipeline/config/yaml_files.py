@@ -527,7 +527,7 @@ def is_path_of_card(card: str) -> bool:
 
 
 def merge_files(base: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
-    """Merge the values of a config over those of its base, like `merge`.
+    """Merge the values of a config over its base's values, like `merge`.
 
     `seeds` in the config removes `seed` of the base, and vice versa.
     """

@@ -340,7 +340,7 @@ def are_read_alike(rows: pa.Table, checker: ImageChecker) -> bool:
 def _find_candidate_rows(rows: pa.Table, items: Sequence[Item]) -> pa.Table:
     """Return the rows of earlier images that may have the same bytes as one of the items.
 
-    Such a row has the name of an item, or the size of its file and its position in the file.
+    Such a row has an item's name, or its file size and its position in the file.
     """
     if not items or not len(rows):
         return rows.slice(0, 0)

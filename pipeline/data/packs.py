@@ -388,7 +388,7 @@ def raw_rows(job: RawJob) -> pa.Array:
 def read_unit_rows(packs: str, name: str, sizes: Mapping[str, int]) -> pa.Table | None:
     """Return the rows of a finished unit, or None if it must be read again.
 
-    This is the case if its table is missing or damaged, or one of its packs is missing.
+    It must be read again if its table is missing or damaged, or if a pack is missing.
 
     Args:
         packs: Folder of packs.

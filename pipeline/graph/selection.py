@@ -3,7 +3,7 @@
 Each option takes names. A name selects a stage by its id, all stages whose id starts with the name
 and a slash (for example `meat` or `meat/45`), or all stages of a step (`evaluate`). A name with `*`
 or `?` is a pattern for ids. If several of `--only`, `--from` and `--until` are given, a stage must
-be selected by each of them.
+be selected by every option.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def _cut_blurry(slices: Slices, names: list[str], generator: Random, entry: str)
     """Divide the images as in i-Blurry (Koh et al., ICLR 2022).
 
     The share `disjoint` of the classes is in one task only. Each other class has a main task, and
-    the share `blur` of its images is divided equally among the other tasks.
+    the share `blur` of the class's images is divided equally among the other tasks.
     """
     if len(names) < slices.tasks:
         raise UserError(

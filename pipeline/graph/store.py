@@ -399,7 +399,7 @@ class Store:
 
         Args:
             remaining_keys: Keys of the results that only earlier records need, and that still
-                exist. An unreadable record may need any of them.
+                exist. An unreadable record may need any key.
             runs: Names of the runs.
         """
         system, _ = resolve(self.storage)

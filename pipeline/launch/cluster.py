@@ -334,8 +334,8 @@ class ClusterState:
 def get_cluster_state() -> ClusterState:
     """Return the nodes and drivers of the cluster.
 
-    This function must run inside the cluster. A driver may be outside of it (Ray Client), so it
-    asks the actor that it has registered.
+    This function must run inside the cluster. A driver may be outside (Ray Client), so it asks
+    the actor that it has registered.
     """
     import ray  # slow to import, but already loaded here
     from ray.util import list_named_actors

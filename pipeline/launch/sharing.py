@@ -62,7 +62,7 @@ class Sharing:
         """Return the factor from the time of a rank on its own GPU to its part of a shared GPU.
 
         If the stage shares GPUs, its GPU is assumed to have the maximum number of ranks. If for
-        example 4 ranks share a GPU at full speed, each of them accounts for 1/4 of its time. For a
+        example 4 ranks share a GPU at full speed, each rank accounts for 1/4 of its time. For a
         stage that shares no GPU, the factor is 1.
         """
         if stage_id not in self.stages:

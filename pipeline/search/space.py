@@ -294,7 +294,7 @@ class Space:
         """Return a point close to `params`.
 
         Each value is drawn again with probability REDRAW_PROBABILITY, or if `params` does not have
-        it. Otherwise, `perturb` of its dimension changes it.
+        it. Otherwise, the dimension's `perturb` changes it.
         """
         point: Params = {}
         for key, dimension in self.dimensions.items():

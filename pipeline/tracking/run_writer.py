@@ -432,7 +432,7 @@ class RunWriter:
         for name in tasks[: tasks.index(task) + 1]:
             if tables.state_stage(label, name) is None:
                 continue
-            # The masks of `task` are always loaded: each of its steps can change them.
+            # The masks of `task` are always loaded: each step of the task can change them.
             if (label, name) not in self.mask_views or name == task:
                 self.mask_views[label, name] = load_mask_view(tables, label, name)
             views.append(self.mask_views[label, name])

@@ -166,7 +166,7 @@ class FakeMlflow:
         return runs[0]
 
     def contents(self) -> dict[tuple[str, ...], Any]:
-        """Return the content of each run, keyed by the names of its ancestors and its own.
+        """Return the content of each run, keyed by its ancestors' names and its own.
 
         Tags with ids of runs are left out.
 

@@ -1,4 +1,4 @@
-"""A small finished run that is written to a store without training.
+"""A small finished run, written to a store without training.
 
 It has a base task, three tasks and three methods.
 """
@@ -159,7 +159,7 @@ def write(storage: str, only: set[str] | None = None) -> list[tuple[Stage, Manif
         only: Ids of the stages to write; None writes all.
 
     Returns:
-        Each written stage with the manifest of its artifact.
+        Each written stage with its artifact's manifest.
     """
     write_files_of = {
         "ingest": _ingest,

@@ -49,7 +49,7 @@ def draw(rng: random.Random) -> dict[str, Any]:
 def results(
     params: dict[str, Any], tasks: list[str], rng: random.Random, offset: int = 0
 ) -> list[dict[str, Any]]:
-    """Return the results of a trial after each task, as a known function of its settings.
+    """Return a trial's results after each task, as a known function of the settings.
 
     The learning rate changes accuracy most, then alpha; lambda sets the size. `rng` adds noise.
     offset: the position of the first task in the stream.

@@ -16,7 +16,7 @@ def nodes_of(
     """Return a cluster with one node per entry of `resources`, with ids 0, 1, ...
 
     lost: indices of dead nodes. leaving: indices of nodes that will be preempted. drivers: Ray job
-    -> names of its actors.
+    -> its actors' names.
     """
     lost_indices = set(lost)
     leaving_indices = set(leaving)

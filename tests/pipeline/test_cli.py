@@ -284,7 +284,7 @@ def test_report_of_an_unfinished_run_is_built_without_running_stages(
 # ---- gc ------------------------------------------------------------------------------------------
 @pytest.fixture
 def littered(run_copy: Run, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a run with a removed record, so that no run needs five of its results."""
+    """Return a run with a removed record, so that no run needs five of the results."""
     output(
         capsys,
         "run",

@@ -370,7 +370,7 @@ def test_installed_wheel_uploads_only_its_packages(
 def test_submitted_job_adds_only_variables_that_it_lacks(
     bare_environment: Any, listening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray refuses a variable that is given twice, and prints all variables, also credentials."""
+    """Ray refuses a variable given twice, and prints all variables, also credentials."""
     from ray.runtime_env.runtime_env import _merge_runtime_env
 
     job: dict[str, Any] = {

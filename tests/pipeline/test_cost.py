@@ -32,7 +32,7 @@ from workers.model.compact import count_multiply_adds
 from workers.storage.artifact import Attempt
 
 CPU, GPU = "cpu (x86_64, 2 cores)", "NVIDIA H100"
-TRAIN = 36  # training images of a task: 2 x 20, less the 10 % that are held out
+TRAIN = 36  # training images of a task: 2 x 20, less the 10 % held out
 TEST = 20
 
 
@@ -142,7 +142,7 @@ def test_worker_count_changes_wall_time_but_not_device_seconds(site: Site) -> No
 
 
 class KnownImages(cost.Images):
-    """Image counts that are read from the keys of tasks (`train/val`)."""
+    """Image counts read from the keys of tasks (`train/val`)."""
 
     def of(self, data: cost.TaskData, split: str) -> float | None:
         return float(data.key.split("/")[("train", "val").index(split)])

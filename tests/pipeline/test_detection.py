@@ -1,4 +1,4 @@
-"""Tests of detection: the data sets at a path, the files that are left out, and refusals."""
+"""Tests of detection: the data sets at a path, the files left out, and refusals."""
 
 from __future__ import annotations
 

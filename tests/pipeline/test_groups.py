@@ -1,4 +1,4 @@
-"""Tests of the worker groups that the driver starts, dismisses and abandons, and of its reports.
+"""Tests of the driver's reports and of the worker groups that it starts, dismisses and abandons.
 
 The tests step the driver by hand. Its fake Ray runs no task.
 """

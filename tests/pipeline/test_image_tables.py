@@ -278,7 +278,7 @@ def test_table_with_one_column_per_class_is_refused(tmp_path: Path) -> None:
 
 
 def test_image_table_takes_precedence_over_folder_names(tmp_path: Path) -> None:
-    """If a table lists the images, folders that are not named after classes are not classes."""
+    """If a table lists the images, folders not named after classes are not classes."""
     lines = ["image_id,kind,sort"]
     for number in range(12):
         make_image(tmp_path / "data" / f"part{number % 2}" / f"im{number}.png", number)

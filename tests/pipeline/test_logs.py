@@ -1,4 +1,4 @@
-"""Tests of `logs`: events and tracebacks of a stage, and files that are not valid logs."""
+"""Tests of `logs`: events and tracebacks of a stage, and invalid log files."""
 
 from __future__ import annotations
 

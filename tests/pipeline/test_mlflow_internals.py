@@ -1,4 +1,4 @@
-"""Tests of the private MLflow names that are used: each exists and behaves as expected."""
+"""Tests of the private MLflow names in use: each exists and behaves as expected."""
 
 from __future__ import annotations
 

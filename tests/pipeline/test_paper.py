@@ -49,7 +49,7 @@ def _answers_as_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def comparison(storage: Any, shifts: Sequence[int] = (0, 2, 1), **settings: Any) -> Comparison:
     """Return a comparison of two methods with one seed per shift.
 
-    shifts: number of correct images that are added to each result of both methods.
+    shifts: number of correct images added to each result of both methods.
     """
     runs = {
         f"seed-{seed}": run_of(storage, f"t-seed-{seed}", seed, LABELS, shift, **settings)

@@ -192,7 +192,7 @@ def test_mean_order_uses_only_parts_that_both_rows_have() -> None:
         Cell("", row, "y", value, math.nan) for row, value in (("a", 2.0), ("b", 3.0), ("c", 1.0))
     ]
     result = Reproduction("t", "small", table, cells, "")
-    # a and b are compared by both parts (50 < 55), and c with each of them by the easy part
+    # a and b are compared by both parts (50 < 55), and c with a and b by the easy part
     assert count_mean_orders(result) == (3, 3)
 
 
@@ -221,7 +221,7 @@ def test_picture_has_either_values_or_differences(
 def test_reproduction_plan_needs_no_data(
     table_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A data set that is missing on this machine is counted from its card, and named."""
+    """A data set missing on this machine is counted from its card, and named."""
     card = table_file.parent / "cards" / "a.yaml"
     body = yaml.safe_load(card.read_text())
     body["source"]["path"] = str(table_file.parent / "nowhere")

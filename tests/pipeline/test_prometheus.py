@@ -249,7 +249,7 @@ def queries() -> list[str]:
 
 @contextmanager
 def running_prometheus(folder: Path, targets: list[str]) -> Iterator[str]:
-    """Run a Prometheus that reads `targets` every 0.5 s, and yield the URL of its query API."""
+    """Run a Prometheus that reads `targets` every 0.5 s, and yield the query API's URL."""
     config = folder / "prometheus.yml"
     jobs = [{"job_name": "accrete", "static_configs": [{"targets": targets}]}]
     body = {"global": {"scrape_interval": "500ms"}, "scrape_configs": jobs}

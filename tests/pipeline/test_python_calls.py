@@ -39,7 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pipeline.Expe
 
 @pytest.fixture
 def other(finished: pipeline.Experiment, tmp_path: Path) -> pipeline.Experiment:
-    """Return the same run in a copy of its storage that a test may change."""
+    """Return the same run with a copied storage that a test may change."""
     storage = tmp_path / "storage"
     shutil.copytree(finished.config.storage, storage)
     return pipeline.load(str(finished.source), storage=storage)

@@ -471,7 +471,7 @@ def test_commands_and_python_calls_use_the_same_functions(
 ) -> None:
     experiment = pipeline.load(config_path)
 
-    plans = []  # stage id -> key, for each run that is passed to the function
+    plans = []  # stage id -> key, for each run passed to the function
 
     def enter(*args: Any, **options: Any) -> Any:
         plans.append([run.keys for run in args if isinstance(run, PreparedRun)])

@@ -38,7 +38,7 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Record a run that was killed after six stages, resumed, finished, and run once more.
+    """Record a run killed after six stages, resumed, finished, and run once more.
 
     Between the kill and the next start, a user edits the description of `EDITED`.
     """

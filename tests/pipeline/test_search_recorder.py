@@ -103,7 +103,7 @@ FILES = {"search.html": b"a page", "winner.yaml": b"name: x\n"}
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A storage with the search's records and the results of its trials, which share all stages."""
+    """A storage with the search's records and results; its trials share all stages."""
     folder = tmp_path_factory.mktemp("storage")
     fake_run.write(str(folder))
     search_folder = folder / "searches" / "find"

@@ -57,7 +57,7 @@ def _no_warnings() -> Iterator[Any]:
 def made(
     tmp_path: Path, some: Any, won: Any = True, tests: Any = 3, drawn: Any = True, **settings: Any
 ) -> Any:
-    """Return (search, files of its report). drawn: with pictures, which take seconds."""
+    """Return (search, report files). drawn: with pictures, which take seconds."""
     body = fake.record(**settings)
     number = best(
         [t for t in some if not some or t["phase"] == some[-1]["phase"]],
@@ -380,7 +380,7 @@ def test_page_shows_whether_search_is_running(tmp_path: Path) -> None:
     assert "1 running." in running
     assert ">running<" in running
     assert "interrupted" not in running
-    killed = page()  # the system frees the lock of a process that is killed
+    killed = page()  # the system frees the lock of a killed process
     assert "refresh" not in killed
     assert "1 interrupted." in killed
     assert ">running" not in killed

@@ -39,7 +39,7 @@ from workers.serving.input_counts import read_counts
 from workers.serving.measuring import with_measurements
 
 PATIENCE_S = 300.0
-MANY = 32  # concurrent requests; the autoscaler's target for one replica is at most half of them
+MANY = 32  # concurrent requests; the autoscaler's target for one replica is at most half as many
 MORE_BYTES = 64 << 20  # maximum memory growth of the server after the first fifth of the load
 
 

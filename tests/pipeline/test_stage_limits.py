@@ -308,7 +308,7 @@ GPU_NODE = {"CPU": 8.0, "GPU": 2.0}
 
 
 def ready(name: str, depth: int, pool: int) -> ReadyStage:
-    """Return a stage that is ready for a group of this pool."""
+    """Return a stage ready for a group of this pool."""
     return ReadyStage(depth, Stage(name, "train", name, {}, ()), pool)
 
 

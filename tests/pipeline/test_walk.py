@@ -50,7 +50,7 @@ def launches(walk: Walk) -> list[str]:
 
 
 def launch_all(walk: Walk) -> list[str]:
-    """Carry out every decision of the walk, and return the stages that were launched."""
+    """Carry out every decision of the walk, and return the launched stages."""
     decisions = walk.decide()
     for decision in decisions:
         walk.record(decision)
@@ -314,8 +314,8 @@ def test_stages_with_equal_keys_never_run_concurrently() -> None:
 class ScriptedExecutor:
     """An executor that ends stages in a given order, with given contents.
 
-    contents: stage -> the content of its new result, "new" by default. order: the running stage
-    that is first in this list ends at the next poll.
+    contents: stage -> its new result's content, "new" by default. order: the first running stage in
+    this list ends at the next poll.
     """
 
     def __init__(self, graph: Graph, contents: dict[str, str], order: list[str]) -> None:
@@ -324,12 +324,12 @@ class ScriptedExecutor:
         self.order = order
         # Key -> content of the stored result.
         self.results = {f"key-{stage_id}": f"old {stage_id}" for stage_id in graph.stages}
-        # Running stage -> {key of a parent: content of its result at the start}.
+        # Running stage -> {parent key: content of that result at the start}.
         self.running: dict[str, dict[str, str]] = {}
         self.ran: list[str] = []
 
     def submit(self, stage: Stage, depth: int) -> None:
-        """Start a stage: read the results of its parents."""
+        """Start a stage: read its parents' results."""
         parent_keys = [f"key-{parent}" for parent in stage.parents]
         self.running[stage.id] = {key: self.results[key] for key in parent_keys}
 

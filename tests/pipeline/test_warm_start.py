@@ -122,7 +122,7 @@ def taken(
 
 
 def judged(number: int, params: dict[str, Any], accuracy: float, key: str) -> Trial:
-    """Return a trial of task flowers with this key of its evaluation."""
+    """Return a trial of task flowers with this evaluation key."""
     stages = [
         {"id": "meat/flowers/evaluate", "step": "evaluate", "task": "flowers", "key": key},
         {"id": "meat/birds/evaluate", "step": "evaluate", "task": "birds", "key": "same"},

@@ -37,7 +37,7 @@ TASKS = tuple(f"species-group-{i:02d}" for i in range(NUM_TASKS))
 
 
 def draw(figure: Figure) -> None:
-    """Draw a figure, so that the positions of its texts are known."""
+    """Draw a figure, so that its text positions are known."""
     FigureCanvasAgg(figure).draw()  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""A folder that is read like a bucket. Reads are counted, and some of them fail."""
+"""A folder read like a bucket. Reads are counted, and some fail."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 class SharedGpu:
-    """A GPU of 16 GiB. This process and other processes hold some of its memory."""
+    """A GPU of 16 GiB. This process and other processes hold some of the memory."""
 
     def __init__(self, free: int = 16, reserved: int = 0, allocated: int = 0):
         self.free = free * GIB

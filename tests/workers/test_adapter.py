@@ -201,7 +201,7 @@ def test_size_of_each_adapter_kind_matches_formula(kind: str, each: int) -> None
 
 
 def test_later_settings_leave_houlsby_keys_and_state_unchanged() -> None:
-    """Settings that were added later change neither its keys nor its stored state."""
+    """Settings added later change neither its keys nor its stored state."""
     assert key_inputs(AdapterSettings()) == {"width": 24}
     assert key_inputs(AdapterSettings(kind="adaptformer", dropout=0.1)) == {
         "width": 24,

@@ -154,7 +154,7 @@ def test_a_step_does_not_depend_on_ranks_or_micro_batches(name: str, scenario: s
 
 
 def opposed(name: str) -> tuple[Tensor, Tensor]:
-    """Return the direction of a step (P,) and the gradients of its replay parts (K, P)."""
+    """Return a step's direction (P,) and the gradients of the replay parts (K, P)."""
     seen: dict[str, Tensor] = {}
     cls = METHODS[name]
     original = cls.combine  # type: ignore[attr-defined]

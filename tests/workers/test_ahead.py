@@ -1,4 +1,4 @@
-"""Tests of `make_ahead`: the order of results, errors, and the end of its threads."""
+"""Tests of `make_ahead`: the order of results, errors, and the end of the threads."""
 
 from __future__ import annotations
 

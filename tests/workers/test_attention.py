@@ -78,7 +78,7 @@ def test_distance_to_others_excludes_the_patch_itself() -> None:
     even = torch.full((1, 1, 3, 3), 1 / 3)
     assert compute_distance(even, distances, to_others=True).item() == pytest.approx(1)
     assert compute_distance(torch.eye(3)[None, None], distances, to_others=True).item() == 0
-    # attention to the patch itself that is 1 up to rounding
+    # attention to the patch itself, 1 up to rounding
     sharp = (torch.eye(3) * 25).softmax(-1)[None, None]
     assert compute_distance(sharp, distances, to_others=True).item() == pytest.approx(1)
 

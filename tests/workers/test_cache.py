@@ -306,7 +306,7 @@ def test_cache_gets_its_own_folder_at_every_location(
 
 
 def test_checksums_equal_those_of_zlib(tmp_path: Path) -> None:
-    """A machine without the faster library reads files that were written with it."""
+    """A machine without the faster library reads files written with it."""
     data = np.arange(1000, dtype=np.uint8)
     path = tmp_path / "rows"
     with path.open("wb") as stream:

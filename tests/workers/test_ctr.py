@@ -222,7 +222,7 @@ def test_masks_harden_in_every_epoch() -> None:
 def test_adapter_hat_loss_penalises_newly_used_units(
     cls: type[CtrTsm],
 ) -> None:
-    """For the first task, R is the mean of its masks; for a later task, the mean over unused units.
+    """For the first task, R is the mean over its masks, and for a later task over unused units.
     It never includes masks of other tasks."""
     method, progress = ctr(cls, c=0.5), Progress(0, 1, 1, STEPS)
     started(method, ONE)

@@ -157,8 +157,8 @@ def test_maximum_window_and_gradient_match_max_pooled_convolution(size: int) -> 
 
 
 FILTERS: Shapes = [(100, k, 9) for k in KERNELS for _ in ("key", "query")]
-# name -> function, its plain expression, and the shapes of its inputs: those in the dtype of
-# activations, and those in fp32 as under autocast
+# name -> function, its plain expression, and its input shapes: those in the dtype of activations,
+# and those in fp32 as under autocast
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Shapes, Shapes]] = {
     "squash": (squash, plain_squash, [(4, 17, 3, 3)], []),
     "maxima": (find_maxima, plain_maxima, [(8, 3, 17, 9)], FILTERS),

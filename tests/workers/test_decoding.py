@@ -160,7 +160,7 @@ def test_damaged_image_is_reported_in_one_sentence(
 
 # ---- scans ---------------------------------------------------------------------------------------
 def jpeg_with_scans(repeats: int, side: int = 64) -> bytes:
-    """Return a progressive JPEG with `repeats` additional copies of its last scan."""
+    """Return a progressive JPEG with `repeats` additional copies of the last scan."""
     pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG", progressive=True)

@@ -32,7 +32,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 def make_card(folder: Path, quarters: int) -> str:
-    """Write a card of digits that are turned by `quarters` times 90 degrees; return its path."""
+    """Write a card of digits turned by `quarters` times 90 degrees; return its path."""
     root = folder / f"turned-{quarters}"
     pixels, labels = load_digits(return_X_y=True)
     for name in CLASSES:

@@ -284,7 +284,7 @@ def test_batched_heads_equal_separate_heads_of_different_sizes() -> None:
 
 
 def test_permuting_patches_with_their_positions_keeps_vit_embeddings() -> None:
-    """Attention has no positions of its own, and task tokens attend to all patches (T11)."""
+    """Attention itself has no positions, and task tokens attend to all patches (T11)."""
     method = begun(
         ONE,
         TWO,

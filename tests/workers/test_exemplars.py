@@ -96,7 +96,7 @@ def by_distance(features: Tensor, count: int) -> list[int]:
 
 
 def with_replacement(features: Tensor, count: int) -> tuple[list[int], int]:
-    """Return the selection of the released form, and the number of its rounds."""
+    """Return the selection of the released form, and its number of rounds."""
     unit = features.double() / (features.double().norm(dim=1, keepdim=True) + 1e-8)
     won = list[int]()
     while len(set(won)) < count:

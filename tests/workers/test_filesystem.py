@@ -150,7 +150,7 @@ def test_unavailable_storage_ends_command_with_code_2(
     assert output.count("\n") == 1
 
 
-# ---- pauses, and errors that are retried ---------------------------------------------------------
+# ---- pauses, and retried errors ------------------------------------------------------------------
 class Clock:
     """Replaces `time`: `sleep` returns at once, and records the seconds in `slept`."""
 

@@ -47,7 +47,7 @@ def make_layer(kind: type[nn.Module]) -> nn.Module:
 
 
 def run_bf16(layer: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the output under autocast, and the gradient of its squared norm with respect to x."""
+    """Return the output y under autocast, and the gradient of |y|^2 with respect to x."""
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         output = layer(x)

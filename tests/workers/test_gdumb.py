@@ -35,7 +35,7 @@ def test_sampler_balances_classes_in_any_order() -> None:
 
 
 def keys_of(lab: Lab, task: int, memory: int) -> dict[str, list[str]]:
-    """Return task name -> keys of its images in the memory that task number `task` trains on."""
+    """Return task name -> its image keys in the memory that task number `task` trains on."""
     run = run_of(lab, "gdumb", memory=memory)
     (job,) = run.stages(task)
     run.prepare(job)

@@ -14,7 +14,7 @@ NAMES = ("key", "class", "sha256")
 
 
 def find_val(table: pa.Table, fraction: float) -> set[str]:
-    """Return the sha256 of the images that are held out by rank."""
+    """Return the sha256 of the images held out by rank."""
     best: dict[str, tuple[bytes, str]] = {}  # image -> its lowest key, and the class of this key
     for row in table.to_pylist():
         found = (hashlib.sha256(row["key"].encode()).digest(), row["class"])

@@ -1,4 +1,4 @@
-"""Tests of InfLoRA: golden values of its subspaces, and properties of its updates."""
+"""Tests of InfLoRA: golden values of subspaces, and properties of updates."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def random_moments(seed: int, rows: int = 40, width: int = 8) -> Tensor:
 
 @pytest.mark.parametrize("threshold", [0.5, 0.8, 0.95, 1.0])
 def test_basis_and_complement_describe_the_same_subspace(threshold: float) -> None:
-    """A subspace that is given by its complement takes in the same directions."""
+    """A subspace given by its complement takes in the same directions."""
     used = decompose(random_moments(0))[0][:, :3]
     complement = torch.linalg.svd(used)[0][:, 3:]
     first, second = Subspace(used), Subspace(complement, is_free=True)

@@ -71,7 +71,7 @@ def assert_equal(got: list[Tensor], expected: list[Tensor], atol: float = 1e-11)
 
 @pytest.fixture(params=["fused", "tiles of an image", "other devices"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Make `attend` use one of its implementations."""
+    """Make `attend` use one implementation."""
     if request.param == "tiles of an image":
         monkeypatch.setattr(key_masks, "TILE_SCORES", 1)
     backends = [SDPBackend.MATH]
@@ -194,7 +194,7 @@ def test_low_precision_gradients_agree_up_to_rounding(form: str, dtype: torch.dt
 
 @contextmanager
 def list_saved_sizes(sizes: list[int]) -> Iterator[None]:
-    """Append the number of elements of each tensor that is saved for the backward pass."""
+    """Append the number of elements of each tensor saved for the backward pass."""
 
     def pack(tensor: Tensor) -> Tensor:
         sizes.append(tensor.numel())

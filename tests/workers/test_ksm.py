@@ -101,8 +101,7 @@ def test_gradient_at_threshold_is_beta_over_four_temperatures() -> None:
 
 
 def test_no_gradient_goes_through_the_coefficients() -> None:
-    """The gradient of the soft mask is that of its bits: sigmoid' for entries that are on or
-    off."""
+    """The soft mask's gradient is that of the bits: sigmoid' for entries that are on or off."""
     values, weights = scores(), torch.linspace(-1, 1, 5000)
     soft, bits = SoftBinary(values, 5e-3), SoftBinary(values, 5e-3, soft=False)
     for mask in (soft, bits):

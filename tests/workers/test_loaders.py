@@ -33,7 +33,7 @@ from workers.errors import DamagedArtifact
 
 
 def processes_of(server: int, count: int) -> list[int]:
-    """Return the process ids of a server's loaders after it has forked all of them."""
+    """Return the process ids of a server's loaders after it has forked them all."""
     children: list[str] = []
     while len(children) < count:
         children = Path(f"/proc/{server}/task/{server}/children").read_text().split()

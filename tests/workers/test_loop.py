@@ -405,8 +405,8 @@ def test_one_rank_resumes_an_interrupted_stage_of_two_ranks(
 
 
 def test_reported_loss_of_two_ranks_counts_restored_sums_once() -> None:
-    """Before an interruption, 20 images had a mean loss of 3. Then 10 images have a mean loss of 1,
-    and this rank has half of them."""
+    """Before an interruption, 20 images had a mean loss of 3. Then 10 images, half on this rank,
+    have a mean loss of 1."""
     first_rank = Group(rank=0, world=2)
     losses = loop.LossMeter({"loss": 60.0, "images": 20}, first_rank)
     losses.add({"loss": torch.tensor(0.5)}, 10)

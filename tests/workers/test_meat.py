@@ -96,7 +96,7 @@ def with_random_masks(method: Meat, keep: float = 0.6, task: str = "one") -> Tas
 
 
 def masked_softmax(scores: Tensor, policy: Tensor) -> Tensor:
-    """Return Psi of scores (B, H, N, N), or of one row (1, N) that is the same for all queries."""
+    """Return Psi of scores (B, H, N, N), or of one row (1, N) shared by all queries."""
     tokens = scores.shape[-1]
     queries = scores.expand(1, 1, tokens, tokens) if scores.dim() == 2 else scores
     identity = torch.eye(tokens, dtype=scores.dtype).expand_as(queries)

@@ -59,7 +59,7 @@ def test_warmup_starts_at_warmup_start() -> None:
 
 
 def test_epoch_schedule_equals_timm() -> None:
-    """DyTox's options are 500 epochs, 5 of them warm-up from 1e-6, and a floor of 1e-5.
+    """DyTox's options are 500 epochs with 5 of warm-up from 1e-6, and a floor of 1e-5.
 
     The first two epochs have the rate 1e-6.
     """

@@ -311,7 +311,7 @@ class Mixing(NamedTuple):
 
 
 def mixing(batches: list[Ints], batch: int, per_class: int, per_shard: int) -> Mixing:
-    """Return the mixing of a table that is sorted by class and shard, which is the worst order."""
+    """Return the mixing of a table sorted by class and shard, which is the worst order."""
     full = np.stack(batches[:-1])  # (steps, batch)
     classes = full // per_class
     labels = classes.reshape(-1)

@@ -33,7 +33,7 @@ def run_with(lab: Lab, method: str, role: str, scenario: str = "task", **rest: A
 
 @pytest.fixture(scope="module")
 def checkpoint(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a file with weights that were trained on the base task, and their classifier."""
+    """Return a file with weights trained on the base task, and their classifier."""
     trained = lab.stage(run_with(lab, "linear", "base").jobs["backbone"])
     tensors = safetensors.torch.load(trained.read("state.safetensors"))
     head = TaskState.from_bytes(trained.read("task.safetensors")).head

@@ -149,7 +149,7 @@ def test_piggyback_auto_rate_is_independent_of_steps() -> None:
 
 
 def test_piggyback_auto_rate_matches_paper() -> None:
-    """The paper uses 1e-4 for 15 epochs of about 190 steps, and a tenth of it for 15 more."""
+    """The paper uses 1e-4 for 15 epochs of about 190 steps, and 1e-5 for 15 more."""
     assert 2e-5 < piggyback().rate("blocks.0.attn.qkv", OptimPlan(1e-3, 0, 32, 16.5 * 190)) < 1e-4
 
 

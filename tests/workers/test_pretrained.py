@@ -151,7 +151,7 @@ def test_run_from_own_weights_warns_about_the_skipped_head(lab: Lab) -> None:
 
 
 def test_every_checkpoint_filter_of_timm_is_found() -> None:
-    """Contract: timm keeps these functions in the modules of its models, under known names."""
+    """Contract: timm keeps these functions in its model modules, under known names."""
     folder = Path(timm.__file__).parent / "models"
     for module in timm.list_modules():
         file = folder / f"{module}.py"

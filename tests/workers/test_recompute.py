@@ -68,7 +68,7 @@ def test_copy_of_a_recomputed_block_uses_its_own_weights() -> None:
 
 
 def test_adapter_gradients_are_equal_with_recomputed_blocks() -> None:
-    """AdaptFormer's adapters add to the output of a block, and read the input of its FFN."""
+    """AdaptFormer's adapters add to the output of a block, and read the FFN's input."""
     gradients = []
     for recompute in (False, True):
         model, images = vit(), method_steps.images(2, img_size=32)

@@ -145,7 +145,7 @@ def test_unused_code_does_not_change_the_digest(old: str, new: str) -> None:
     [
         ("[[1], 2]", "[[1, 2]]"),
         ("{'a': {'b': 1}, 'c': 2}", "{'a': {'b': 1, 'c': 2}}"),
-        # the text of a large array shows only a few of its values
+        # the text of a large array shows only a few values
         ("torch.zeros(2000)", "torch.eye(2000)[1000]"),
         ("torch.zeros(4)", "torch.zeros(2, 2).reshape(4).to(torch.int32)"),
         ("numpy.zeros(2000)", "numpy.eye(2000)[1000]"),

@@ -37,7 +37,7 @@ def run_of(lab: Lab, method: str = "replay", **settings: Any) -> Run:
 
 
 def counts(carried: Carried) -> dict[str, list[int]]:
-    """Return task -> number of exemplars of each of its classes."""
+    """Return task -> number of exemplars per class."""
     counts_by_task = {}
     for name, classes in carried.meta["memory"].items():
         counts_by_task[name] = [len(keys) for keys in classes.values()]
@@ -81,7 +81,7 @@ def three_tasks(lab: Lab, method: str, **settings: Any) -> Run:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", REHEARSAL)
 def test_memory_limit_drops_last_exemplars(lab: Lab, method: str) -> None:
-    """Exemplars that are used for validation instead of training count, too."""
+    """Exemplars used for validation instead of training count, too."""
     settings = {"memory": 17, "per_class": 0}
     if method == "ucir":
         settings["top_k"] = 1
@@ -192,7 +192,7 @@ def ranked(
 def test_any_number_of_ranks_keeps_the_same_exemplars(
     ranked: dict[str, tuple[Run, list[StageJob], list[StageJob]]],
 ) -> None:
-    """Each rank extracts the features of its share of the images, and all ranks choose from the
+    """Each rank extracts features for its share of the images, and all ranks choose from the
     features of all images."""
     _, [alone], [many] = ranked["replay"]
     expected = Artifact.need(alone.root, alone.key).read("carried.safetensors")

@@ -500,7 +500,7 @@ def test_each_group_of_infer_images_gets_one_task(
 def test_superfluous_outputs_lower_mask_score(
     states: list[TaskState],
 ) -> None:
-    """By default, a mask's score is the log of the softmax share of its superfluous outputs.
+    """By default, a mask's score is the log of the softmax share of superfluous outputs.
 
     These are all outputs except those of the task's classes.
     """

@@ -183,7 +183,7 @@ def test_random_features_are_orthogonal_with_norm_root_m() -> None:
 def by_hand(attention: Any, x: Tensor, keys: Tensor | None = None) -> Tensor:
     """Return attention with scores divided by the square root of the whole width.
 
-    keys: bool mask of the keys that are kept.
+    keys: bool mask of the kept keys.
     """
     width = x.shape[-1]
     q, k, v = (

@@ -232,7 +232,7 @@ class Killed(BaseException):
 def change_with_kill(
     change: Callable[[], object], at: int, monkeypatch: pytest.MonkeyPatch
 ) -> bool:
-    """Run a change that is killed before its write or deletion number `at`.
+    """Run a change, and kill it before its write or deletion number `at`.
 
     Returns:
         Whether the change reached this call.

@@ -58,7 +58,7 @@ def drawn(blocks: int, prompts: int = 3) -> Tensor:
 def by_hand(
     model: Any, prompts: Tensor, images: Tensor = IMAGES, passed_on: bool = False
 ) -> Tensor:
-    """Return the features from a forward pass that is written out.
+    """Return the features from a written-out forward pass.
 
     passed_on: pass the prompts of the first block on to later blocks, instead of replacing them.
     """

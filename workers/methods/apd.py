@@ -777,7 +777,7 @@ class Decomposed(torch.autograd.Function):
 def dot_each(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Return the dot products of the parts (o, i) of pairs of stacks (n, o, i), as (pairs, n).
 
-    Each is a product of its own, because a joint one would round in another order.
+    Each is a separate product, because a joint one would round in another order.
     """
     dots: list[Tensor] = []
     for a, b in pairs:

@@ -350,8 +350,8 @@ class MethodPlan(Generic[S]):
     # the step.
     has_constant_step: ClassVar[bool] = False
     # Whether the backward pass can compute a block of the backbone again with the same result
-    # (`train.recompute`): the result depends only on the block's input, and on attributes of its
-    # modules and of their hooks.
+    # (`train.recompute`): the result depends only on the block's input, and on the attributes of
+    # its modules and hooks.
     can_recompute: ClassVar[bool] = True
     # Whether a task has the features of the backbone before its first optimizer step.
     starts_as_backbone: ClassVar[bool] = True

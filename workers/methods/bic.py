@@ -68,7 +68,7 @@ class Bic(Rehearsal[BicSettings]):
     evaluation mode. The served logits are z' for the last task and z for older tasks. `bias_mode:
     all` corrects every task's classes by the task's bias, in student, teacher and served logits.
 
-    Each class has n images in the memory. floor(val_share n) of them, at least one, are held out:
+    Each class has n images in the memory. floor(val_share n) images, at least one, are held out:
     the bias is fitted on them, and they are never used for training. The held-out images of a new
     class are drawn before `train` by a hash of seed and key; a new class has as many as an old
     class. `herd` selects exemplars from the other images. `calibrate` and `herd` both follow

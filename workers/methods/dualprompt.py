@@ -204,7 +204,7 @@ class DualPrompt(PromptBank[DualPromptSettings]):
 
 
 def find_prompted_blocks(backbone: Any, settings: DualPromptSettings) -> tuple[PrefixSites, int]:
-    """Return the blocks of a ViT that get prefixes, and how many of them get shared prefixes.
+    """Return the blocks of a ViT that get prefixes, and how many get shared prefixes.
 
     The blocks with shared prefixes come first.
     """

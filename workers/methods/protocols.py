@@ -36,7 +36,7 @@ class ReplaysSamples(RemembersSamples, Protocol):
     """Each training step has a second batch, drawn from the memory: `Batch.replay`.
 
     In a step that trains, `memory` then selects only the samples of the replay batch. The batch
-    itself has all samples of the task and no others, even if `memory` selects some of them.
+    itself has all samples of the task and no others, even if `memory` selects a subset.
     """
 
     def replay_draws(self) -> tuple[int, ...]:

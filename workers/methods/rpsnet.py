@@ -3,7 +3,7 @@
 A path has one module of each bank. The modules of earlier paths are frozen.
 
 Rajasegaran, Hayat, Khan, Khan, Shao: Random Path Selection for Continual Learning, NeurIPS 2019. A
-reconstruction: the paper's banks are the convolutional layers of its own network, and no
+reconstruction: the paper's banks are convolutional layers of the authors' own network, and no
 implementation for ViTs was published.
 """
 

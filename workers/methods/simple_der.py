@@ -53,7 +53,7 @@ class SimpleDer(PrunedDer[SimpleDerSettings]):
     """DER's L + distillation * KD_ce(tau), with the network before the task as teacher.
 
     The teacher's outputs are computed by the old classifier W from the features of the frozen
-    extractors, without a further forward pass. During `train`, after the share `prune_after` of its
+    extractors, without a further forward pass. During `train`, after the share `prune_after` of all
     steps, the units with the smallest weights are pruned permanently: the same number in every
     attention head and in every FFN. The remaining units are trained further. So every extractor has
     the same small size.

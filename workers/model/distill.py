@@ -1,4 +1,4 @@
-"""Distillation losses between a trained network (student) and a frozen copy of it (teacher).
+"""Distillation losses between a trained network (student) and its frozen copy (teacher).
 
 The copy is made before a task is trained.
 """

@@ -671,7 +671,7 @@ class Artifact:
 def withdraw(root: str, key: str) -> None:
     """Rename the manifest of a damaged artifact, so that its stage runs again.
 
-    The files are kept until `accrete gc`, because most of them may be intact, and the inputs from
+    The files are kept until `accrete gc`, because most may be intact, and the inputs from
     which they were made may no longer exist.
     """
     system, path = resolve(join(root, key, MANIFEST))

@@ -39,7 +39,7 @@ from workers.errors import UserError
 
 MAX_SPLIT_VALUES = 50  # distinct values of a split column, and of a label column of numbers
 # A column with a split word in its name, like `test_group`, is not a split column if its values
-# name no split and more than this number of them are distinct.
+# name no split and more than this number are distinct.
 MAX_ROLE_VALUES = 5
 MAX_VALUE_LENGTH = 60  # characters of a value that names a split
 MAX_NAMED_COLUMNS = 12  # columns listed in an error

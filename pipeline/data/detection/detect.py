@@ -422,7 +422,7 @@ class SourceFolder:
             others = [
                 (name, one) for name, one in others if known - {*one.files} and {*one.files} - known
             ]
-            if others:  # a weak table is superseded if it has the same images, or more of them
+            if others:  # a weak table is superseded if it has the same images, or more
                 return None, self._conflicting_tables_error([*strong, *others], True), unused
             readings = strong
         labels = {tuple(sorted(reading.files.items())) for _, reading in readings}

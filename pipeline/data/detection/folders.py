@@ -319,7 +319,7 @@ def _build_split_layout(folders: Sequence[Folder], notes: list[str], exact: bool
 def _check_depth(roots: Mapping[str, Folder]) -> None:
     """Raise SplitUnclear if the splits have two levels of folders, and both can be the classes.
 
-    The inner level can be the classes if more than half of its names in the other splits also occur
+    The inner level can be the classes if more than half of the names in the other splits also occur
     in train. Names of patients or videos, for example, do not.
 
     Args:

@@ -447,7 +447,7 @@ def _is_first_row(tables: Tables, scan: TableScan) -> bool:
 def _resolves(tables: Tables, texts: Sequence[str | None]) -> bool:
     """Return whether most values of a column name files.
 
-    Values without the extension of an image do not count if only a few of them are distinct.
+    Values without the extension of an image do not count if only a few are distinct.
     """
     present = [text for text in texts if text]
     some = present

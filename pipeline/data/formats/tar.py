@@ -166,8 +166,8 @@ def read_field(source: str, data: bytes, keep_flags: bool = False) -> Any:
     Args:
         source: `json:FIELD`, or the extension of a text.
         data: Content of the member.
-        keep_flags: Return true and false, which can name splits. Otherwise None is returned in
-            place of them, because they are no labels.
+        keep_flags: Return true and false, which can name splits. Otherwise None is returned
+            instead, because they are no labels.
 
     Returns:
         The value. None if the JSON cannot be parsed, or its field is missing or null.

@@ -59,6 +59,7 @@ class LearnedTask:
         has_rate: Whether the config sets the learning rate.
         steps: Number of optimizer steps of the training; 0 if unknown.
         is_trained: Whether a step of the method may have trained parameters for the task.
+        is_pretrained: Whether the backbone's weights know the task already (`role: pretrained`).
     """
 
     label: str
@@ -70,12 +71,13 @@ class LearnedTask:
     has_rate: bool = False
     steps: int = 0
     is_trained: bool = True
+    is_pretrained: bool = False
 
     def sentence(self) -> str:
         """Return a warning if the accuracy does not exceed chance, else "".
 
-        The warning ends with advice: more test images, another backbone, the default learning rate
-        of the method, or longer training.
+        The warning ends with advice: more test images, another order of the classes, another
+        backbone, the default learning rate of the method, or longer training.
         """
         if self.num_classes <= 1 or not self.total:
             return ""
@@ -90,6 +92,12 @@ class LearnedTask:
         section = f"methods.{self.label}.train"
         if limit > 0.75 * self.total:
             return f"{fact}, or the images are too few to tell; give the task more test images"
+        if self.is_pretrained:
+            return (
+                f"{fact}; backbone.weights should know it (role: pretrained): list its classes in "
+                "the order of the classifier's outputs (`classes` of the task or of its card), or "
+                "name the weights that were trained on these classes"
+            )
         if not self.is_trained:
             return (
                 f"{fact}; {self.method} trained nothing for it, and the backbone's features do not "

@@ -397,6 +397,10 @@ class RunTables:
         config = self.record["config"]
         own = (config.get("methods") or {}).get(label) or {}
         has_rate = "lr" in (config.get("train") or {}) or "lr" in (own.get("train") or {})
+        entries = (config.get("stream") or {}).get("tasks") or []
+        has_pretrained = any(
+            isinstance(entry, dict) and entry.get("role") == "pretrained" for entry in entries
+        )
         learned = []
         for t, task in enumerate(matrix.tasks):
             if matrix.source[t, t] != "measured":
@@ -417,6 +421,7 @@ class RunTables:
                     length.get("steps", 0),
                     # unknown without stages or sizes, as in imported results: assume training
                     is_trained=not has_stages or sizes is None or bool(sizes.trained_parameters),
+                    is_pretrained=has_pretrained and self.task(task)["role"] == "base",
                 )
             )
         return learned

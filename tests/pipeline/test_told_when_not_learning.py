@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import math
 import re
@@ -68,6 +69,13 @@ def test_method_without_training_gets_no_training_remedy() -> None:
     assert "learning rate" not in learned.sentence()
 
 
+def test_pretrained_task_gets_advice_about_the_order_of_its_classes() -> None:
+    learned = LearnedTask("mine", "meat", "a", 36, 72, 2, is_trained=False, is_pretrained=True)
+    assert "in the order of the classifier's outputs" in learned.sentence()
+    assert "more similar images" not in learned.sentence()
+    assert replace(learned, correct=72).sentence() == ""
+
+
 def test_one_class_task_gets_no_warning() -> None:
     assert LearnedTask("mine", "meat", "a", 5, 5, 1).sentence() == ""
 
@@ -131,6 +139,16 @@ def test_methods_without_training_are_identified_from_the_record(finished: Finis
         for label in ("ncm", "linear", "learner")
     }
     assert is_trained == {"ncm": [False], "linear": [True], "learner": [True]}
+
+
+def test_pretrained_task_is_identified_from_the_record(finished: Finished) -> None:
+    record = copy.deepcopy(finished.tables.record)
+    record["config"]["stream"]["tasks"][0]["role"] = "pretrained"
+    record["tasks"][0]["role"] = "base"
+    (task,) = replace(finished.tables, record=record).learned_tasks("linear")
+    assert task.is_pretrained
+    (task,) = finished.tables.learned_tasks("linear")
+    assert not task.is_pretrained
 
 
 def test_few_steps_warning_suggests_a_working_override(finished: Finished) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from step_contexts import step_context
 from torch import Tensor, nn
 
 from pipeline.testing.lab import TASKS, Lab, Run
+from workers import loop, optim
 from workers.data.batch import Batch
 from workers.data.feed import Feed
 from workers.dist import Group
-from workers.job import BackboneSettings, Task
+from workers.job import BackboneSettings, Task, TrainSettings
 from workers.methods import METHODS
 from workers.methods.base import Method, OptimPlan, Progress
 from workers.model.vit import build
@@ -43,11 +45,7 @@ def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
     for task in tasks[: -1 if step == "train" else None]:
         method.heads.restore(task.name, nn.Linear(32, task.num_classes).state_dict())
     groups = method.begin(step_context(tasks[-1], step, None, RATES, tasks))
-    trained_ids: set[int] = set()
-    for group in groups:
-        trained_ids.update(map(id, group["params"]))
-    for p in method.parameters():
-        p.requires_grad_(id(p) in trained_ids)
+    loop.freeze_others(method, groups)
     method.groups = groups  # type: ignore[assignment]
     return method.train()
 
@@ -78,6 +76,16 @@ def moved(method: Method) -> None:
     with torch.no_grad():
         for i, p in enumerate(method.parameters()):
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)), alpha=0.05)
+
+
+def stepped(method: Any, *tasks: Task) -> set[str]:
+    """Take a training step, and return the names of the changed parameters."""
+    before = {name: p.detach().clone() for name, p in method.named_parameters()}
+    train = TrainSettings(optimizer="sgd", lr=0.1)
+    optimizer = optim.build_optimizer(method.groups, train)
+    job: Any = SimpleNamespace(train=train)
+    loop.train_step(method, optimizer, [batch(*tasks)], START, job, Group())
+    return {name for name, p in method.named_parameters() if not torch.equal(p, before[name])}
 
 
 def stream(lab: Lab, method: str, base: str | None = None, **settings: Any) -> Run:

@@ -32,9 +32,7 @@ def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
         method.heads.add(task.name, task.num_classes, 0)
     data = feed_data(feed_of_three_batches(*tasks))
     method.groups = method.begin(step_context(tasks[-1], step, None, RATES, tasks, data))
-    trained = {id(p) for group in method.groups for p in group["params"]}
-    for p in method.parameters():
-        p.requires_grad_(id(p) in trained)
+    loop.freeze_others(method, method.groups)
     return method.train()
 
 

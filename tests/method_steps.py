@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from workers.data.batch import Batch
 from workers.job import BackboneSettings, Task, TrainSettings
+from workers.loop import freeze_others
 from workers.methods.base import Method, OptimPlan, Progress, StepData
 from workers.model.vit import build
 from workers.rng import StepRng
@@ -117,11 +118,7 @@ def begun(
     """
     context = step_context(task, step, carried, rates, (task,), data)
     groups = [group for group in method.begin(context) if group["params"]]
-    trained_ids: set[int] = set()
-    for group in groups:
-        trained_ids.update(map(id, group["params"]))
-    for p in method.parameters():
-        p.requires_grad_(id(p) in trained_ids)
+    freeze_others(method, groups)
     return groups
 
 
@@ -187,6 +184,13 @@ def in_turn(tasks: Iterable[Task], learn: Callable[[Task, Carried | None], Left]
 
 
 # ---- serving -------------------------------------------------------------------------------------
+def load_base_head(method: Method) -> None:
+    """Load the state of the base task: a head of ones on the plain backbone."""
+    head = {"weight": torch.ones(2, 32), "bias": torch.zeros(2)}
+    digest = method.backbone_digest
+    method.load_task(TaskState(BASE.name, BASE.classes, "base", digest, head=head))
+
+
 def serving(
     method: AnyMethod, states: Iterable[TaskState], carried: Carried | None = None
 ) -> AnyMethod:

@@ -20,6 +20,7 @@ from workers import loop, optim
 from workers.dist import Group
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
+from workers.loop import freeze_others
 from workers.methods import METHODS
 from workers.methods.base import Method, ParamGroup, Progress
 from workers.methods.der import DerSettings
@@ -105,14 +106,8 @@ def begun(
     if step != "herd":
         groups = method.begin(step_context(tasks[-1], step, carried, RATES, tasks))
     method.groups = groups  # type: ignore[assignment]
-    learning(method)
+    freeze_others(method, groups)
     return method.train()
-
-
-def learning(method: Any) -> None:
-    trained = {id(p) for group in method.groups for p in group["params"]}
-    for p in method.parameters():
-        p.requires_grad_(id(p) in trained)
 
 
 def all_on(value: bool = True) -> dict[str, Tensor]:

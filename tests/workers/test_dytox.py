@@ -17,6 +17,7 @@ from workers import optim
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task
+from workers.loop import freeze_others
 from workers.methods.base import OptimPlan, Progress
 from workers.methods.dytox import DyTox, DyToxSettings
 from workers.model.distill import kd_kl
@@ -73,9 +74,7 @@ def begun(
     for task in tasks[:-1] if step == "train" else tasks:
         method.heads.add(task.name, task.num_classes, 0)
     groups = method.begin(step_context(tasks[-1], step, carried, RATES, tasks))
-    learning = {id(p) for group in groups for p in group["params"]}
-    for p in method.parameters():
-        p.requires_grad_(id(p) in learning)
+    freeze_others(method, groups)
     method.groups = groups  # type: ignore[assignment]
     return method.train()
 

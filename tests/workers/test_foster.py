@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from class_incremental_steps import RATES, SMALL, START, A, B, C, batch, stream, wide
+from class_incremental_steps import RATES, SMALL, START, A, B, C, batch, stepped, stream, wide
 from step_contexts import step_context
 from torch.nn import functional as F
 
 from pipeline.testing.lab import Lab, history
-from workers import loop, optim
-from workers.dist import Group
-from workers.job import Task, TrainSettings
+from workers import loop
+from workers.job import Task
 from workers.methods.base import StepData
 from workers.methods.foster import Foster, FosterSettings, weigh_classes
 from workers.model.distill import kd_ce
@@ -48,21 +47,8 @@ def begun(
     data = StepData(task_keys=lambda task: KEYS)
     context = replace(step_context(tasks[-1], step, carried, RATES, tasks, data), stream=tasks)
     method.groups = method.begin(context)
-    trained = {id(p) for group in method.groups for p in group["params"]}
-    for p in method.parameters():
-        p.requires_grad_(id(p) in trained)
+    loop.freeze_others(method, method.groups)
     return method.train()
-
-
-def stepped(method: Any, *tasks: Task) -> set[str]:
-    """Take a training step, and return the names of the changed parameters."""
-    before = {name: p.detach().clone() for name, p in method.named_parameters()}
-    train = TrainSettings(optimizer="sgd", lr=0.1)
-    job: Any = type("Job", (), {"train": train})
-    loop.train_step(
-        method, optim.build_optimizer(method.groups, train), [batch(*tasks)], START, job, Group()
-    )
-    return {name for name, p in method.named_parameters() if not torch.equal(p, before[name])}
 
 
 # ---- golden values -------------------------------------------------------------------------------

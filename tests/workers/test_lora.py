@@ -105,15 +105,7 @@ def test_branch_and_merged_weights_have_equal_gradients(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_switching_tasks_restores_the_weights_exactly(target: str) -> None:
     method = lora(target=target)
-    method.load_task(
-        TaskState(
-            "base",
-            BASE.classes,
-            "base",
-            method.backbone_digest,
-            head={"weight": torch.ones(2, 32), "bias": torch.zeros(2)},
-        )
-    )
+    method_steps.load_base_head(method)
     before = answers(method, BASE)
     states = []
     for task in (ONE, TWO):

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from class_incremental_steps import RATES, SMALL, START, A, B, C, batch, stream, wide
+from class_incremental_steps import RATES, SMALL, START, A, B, C, batch, stepped, stream, wide
 from step_contexts import step_context
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.testing.lab import Lab
-from workers import loop, optim
-from workers.dist import Group
+from workers import loop
 from workers.errors import UserError
-from workers.job import BackboneSettings, Task, TrainSettings
+from workers.job import BackboneSettings, Task
 from workers.methods.memo import Memo, MemoSettings
 from workers.model.vit import build, compute_digest
 from workers.storage.taskstate import Carried, TaskState
@@ -73,21 +72,8 @@ def begun(*tasks: Task, step: str = "train", order: int = 1, **settings: Any) ->
         carried = Carried(heads, {"memory": {}})
     context = replace(step_context(tasks[-1], step, carried, RATES, tasks), stream=tasks)
     method.groups = method.begin(context)
-    trained = {id(p) for group in method.groups for p in group["params"]}
-    for p in method.parameters():
-        p.requires_grad_(id(p) in trained)
+    loop.freeze_others(method, method.groups)
     return method.train()
-
-
-def stepped(method: Any, *tasks: Task) -> set[str]:
-    """Take a step as the loop does; return the names of the changed parameters."""
-    before = {name: p.detach().clone() for name, p in method.named_parameters()}
-    train = TrainSettings(optimizer="sgd", lr=0.1)
-    job: Any = type("Job", (), {"train": train})
-    loop.train_step(
-        method, optim.build_optimizer(method.groups, train), [batch(*tasks)], START, job, Group()
-    )
-    return {name for name, p in method.named_parameters() if not torch.equal(p, before[name])}
 
 
 def test_features_equal_whole_extractors_and_loss_equals_der() -> None:

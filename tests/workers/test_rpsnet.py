@@ -24,6 +24,7 @@ from workers import loop, optim
 from workers.dist import Group
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
+from workers.loop import freeze_others
 from workers.methods.base import StepData
 from workers.methods.rpsnet import Rpsnet, RpsnetSettings
 from workers.model.adapters import AdapterSites, houlsby
@@ -128,20 +129,14 @@ def begun(*tasks: Task, seed: int = 0, base: str = "", **settings: Any) -> Any:
         for state, _ in left:
             method.load_task(TaskState.from_bytes(state.to_bytes()))
         carried = Carried.from_bytes(left[-1][1].to_bytes()) if left else None
-        method.groups = method.begin(
-            step_context(task, "train", carried, RATES, tasks[: task_index + 1])
-        )  # type: ignore[assignment]
+        groups = method.begin(step_context(task, "train", carried, RATES, tasks[: task_index + 1]))
+        method.groups = groups  # type: ignore[assignment]
         if task != tasks[-1]:
             del method.rivals[1:]
             moved(method)
             method.step = "herd"
             left.append(method.finish())
-    groups: Any = method.groups
-    trained_ids: set[int] = set()
-    for group in groups:
-        trained_ids.update(map(id, group["params"]))
-    for p in method.parameters():
-        p.requires_grad_(id(p) in trained_ids)
+    freeze_others(method, groups)
     method.left = left  # type: ignore[assignment]
     return method.train()
 

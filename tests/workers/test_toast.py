@@ -593,15 +593,7 @@ def test_several_tasks_share_the_first_pass(name: str) -> None:
     for task in (ONE, TWO):
         with torch.enable_grad():
             method.load_task(TaskState.from_bytes(method_steps.trained(learner, task).to_bytes()))
-    method.load_task(
-        TaskState(
-            "base",
-            BASE.classes,
-            "base",
-            method.backbone_digest,
-            head={"weight": torch.ones(2, 32), "bias": torch.zeros(2)},
-        )
-    )
+    method_steps.load_base_head(method)
     alone = {task.name: method_steps.answers(method, task) for task in (ONE, TWO, BASE)}
     assert torch.equal(
         alone["base"], F.linear(vit()(images()), torch.ones(2, 32), torch.zeros(2))

@@ -400,15 +400,7 @@ def test_stored_tasks_share_one_first_pass_with_unchanged_answers(
         assert state.tokens.keys() == {"prior"}
         assert state.copies.keys() == {*method.shapes(), "transform"}
         method.load_task(TaskState.from_bytes(state.to_bytes()))
-    method.load_task(
-        TaskState(
-            "base",
-            BASE.classes,
-            "base",
-            method.backbone_digest,
-            head={"weight": torch.ones(2, 32), "bias": torch.zeros(2)},
-        )
-    )
+    method_steps.load_base_head(method)
     direct["base"] = F.linear(convnext()(images()), torch.ones(2, 32), torch.zeros(2))
     passes: list[int] = []
     first_pass = StageTopDown.first_pass

@@ -250,15 +250,7 @@ def test_compute_cost_includes_the_prompts() -> None:
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_switching_between_tasks_is_exact(depth: Any) -> None:
     method = vpt(depth=depth)
-    method.load_task(
-        TaskState(
-            "base",
-            BASE.classes,
-            "base",
-            method.backbone_digest,
-            head={"weight": torch.ones(2, 32), "bias": torch.zeros(2)},
-        )
-    )
+    method_steps.load_base_head(method)
     plain = answers(method, BASE)
     assert torch.allclose(plain, vit()(images()) @ torch.ones(32, 2), atol=1e-5)
     for task in (ONE, TWO):

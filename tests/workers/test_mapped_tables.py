@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pytest
+from counted_bucket import URI, Bucket
 from test_feed import COLOURS, SHAPES, feed_of, root, samples
+from test_shards import root as sorted_root
 
+from workers.data import cache as cache_files
 from workers.data import rows
-from workers.data.cache import Cache
+from workers.data.cache import Cache, LocalFile
+from workers.data.order import Deal
+from workers.data.reader import make_sequential_reader, make_shuffled_reader
 from workers.data.rows import SampleTable, select
-from workers.data.shards import IndexFile
+from workers.data.shards import IndexFile, Shards
 from workers.errors import UserError
+from workers.job import Task
 from workers.storage import filesystem
 
-__all__ = ["root"]  # a fixture
+__all__ = ["root", "sorted_root"]  # fixtures
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +39,14 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cache(tmp_path: Path) -> Cache:
     return Cache(str(tmp_path / "cache"), 1 << 30)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of the notices."""
+    notices: list[str] = []
+    monkeypatch.setattr(filesystem, "notify", notices.append)
+    return notices
 
 
 def table_files(cache: Cache) -> list[Path]:
@@ -116,10 +135,8 @@ def test_empty_selection_is_refused_and_leaves_no_file(root: Path, cache: Cache)
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "short", "garbage", "zeros"])
 def test_damaged_file_is_written_again(
-    damage: str, root: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+    damage: str, root: Path, cache: Cache, told: list[str]
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(filesystem, "notify", told.append)
     expected = describe(select_both(root, cache))
     gc.collect()
     (path,) = table_files(cache)
@@ -141,13 +158,95 @@ def test_damaged_file_is_written_again(
     assert len(told) == 1
 
 
-def test_disk_that_damages_every_file_is_named(
+@pytest.mark.parametrize("fault", ["damages", "full", "unreadable", "not a folder"])
+def test_table_stays_in_memory_if_the_cache_cannot_be_used(
+    fault: str, root: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
+    def fail(*_: Any) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def fill(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    expected = describe(select_both(root, None))
+    if fault == "damages":
+        monkeypatch.setattr(cache_files, "is_whole", lambda file: False)
+    elif fault == "full":
+        monkeypatch.setattr(cache_files.GrowingFile, "write", fill)
+    elif fault == "unreadable":
+        select_both(root, cache)
+        gc.collect()
+        cache_files._verified.clear()
+        monkeypatch.setattr(LocalFile, "read_at", fail)
+    else:
+        Path(cache.folder).write_text("")
+    samples = select_both(root, cache)
+    assert samples.cached_bytes == 0
+    assert describe(samples) == expected
+    assert "each rank keeps its table of images in memory, because" in told[-1]
+    assert "cluster.cache" in told[-1]
+
+
+def test_ranks_that_start_together_write_one_table(
     root: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "is_whole", lambda file: False)
-    with pytest.raises(UserError, match="gives back other bytes than were written") as caught:
-        select_both(root, cache)
-    assert "cluster.cache" in str(caught.value)
+    made = []
+    make = rows._make_table
+
+    def count(*arguments: Any) -> Any:
+        made.append(1)
+        return make(*arguments)
+
+    monkeypatch.setattr(rows, "_make_table", count)
+    with ThreadPoolExecutor(4) as pool:
+        tables = [*pool.map(lambda _: describe(select_both(root, cache)), range(4))]
+    assert made == [1]
+    assert tables == tables[:1] * 4
+
+
+def test_cache_that_is_too_small_for_the_table_is_not_used(root: Path, tmp_path: Path) -> None:
+    cache = Cache(str(tmp_path / "cache"), 5000)
+    assert select_both(root, cache).cached_bytes == 0
+    assert not table_files(cache)
+
+
+def test_readers_of_a_bucket_do_not_read_the_index_again(
+    colours: SampleTable, counted_bucket: Bucket, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = select(URI, (COLOURS,), "train", 0.0, cache=cache)
+    assert table.cached_bytes
+    monkeypatch.setattr(Shards, "read_index", lambda *_: pytest.fail("the index was read"))
+    deal = Deal(len(table), table.num_bytes, 16, seed=5)
+    for made in (
+        make_sequential_reader(table, cache),
+        *(make_shuffled_reader(table, deal, world, cache) for world in (1, 2)),
+    ):
+        (rows_read,) = made.ahead(iter([np.arange(20)]))
+        read = [made.read(row) for row in rows_read.tolist()]
+        assert read == [colours.read_bytes(row) for row in range(20)]
+        made.close()
+
+
+def test_room_for_large_writes_is_reserved_first(tmp_path: Path) -> None:
+    cache = Cache(str(tmp_path), 5 * cache_files.GROWTH)
+    cache.open_file("old", None, lambda stream: extend(stream, 3 * cache_files.GROWTH)).close()
+    cache.open_file("new", None, lambda stream: extend(stream, 3 * cache_files.GROWTH)).close()
+    assert not (tmp_path / "old").exists(), "it must be evicted, because both do not fit"
+    assert int((tmp_path / "room.lock").read_text()) >= 3 * cache_files.GROWTH
+
+
+def extend(stream: BinaryIO, size: int) -> None:
+    stream.write(bytes(size))
+
+
+def test_result_of_a_selection_changes_only_with_the_revision(
+    sorted_root: str, cache: Cache
+) -> None:
+    """Otherwise tables in caches would have other rows than tables in memory."""
+    task = Task("t", "card", "key", ("7", "3"))
+    contents = [describe(select(sorted_root, (task,), s, 0.25)) for s in ("train", "val", "test")]
+    digest = hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
+    assert (rows.TABLE_REVISION, digest) == (1, "8ee9d376266192a9")
 
 
 def test_table_in_use_is_not_evicted(root: Path, cache: Cache) -> None:

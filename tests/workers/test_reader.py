@@ -4,6 +4,7 @@ more than a rank needs."""
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import resource
 import threading
@@ -36,6 +37,7 @@ from workers.data.reader import (
     Ranges,
     Reader,
     cut_ranges,
+    find_range_ends,
     make_sequential_reader,
     make_shuffled_reader,
 )
@@ -135,6 +137,25 @@ def test_ranges_end_only_where_they_must() -> None:
             or gap > GAP_BYTES
         )
         assert is_border[row] == is_needed
+
+
+@pytest.mark.parametrize("rows_per_run", [None, 5, 40])
+def test_ranges_do_not_depend_on_the_rows_processed_at_once(
+    rows_per_run: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = np.random.default_rng(1)
+    n = 500
+    shards = np.sort(generator.integers(0, 9, n)).astype(np.int32)
+    offsets = np.cumsum(generator.integers(1, 2 * GAP_BYTES, n))
+    locations = Locations([], shards, offsets, generator.integers(1, GAP_BYTES, n))
+    borders = cut_ranges(locations, rows_per_run)
+    ends = find_range_ends(locations, borders).tolist()
+    ends_of_rows = offsets + locations.sizes
+    assert ends == [max(ends_of_rows[start:stop]) for start, stop in itertools.pairwise(borders)]
+    for at_once in (1, 7, n - 1, n):
+        monkeypatch.setattr(reader, "ROWS_AT_ONCE", at_once)
+        assert cut_ranges(locations, rows_per_run).tolist() == borders.tolist()
+        assert find_range_ends(locations, borders).tolist() == ends
 
 
 def test_ranges_of_whole_table_have_length_of_a_request() -> None:
@@ -653,7 +674,7 @@ def test_cache_disk_that_returns_other_bytes_is_reported(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make_sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
-    monkeypatch.setattr(BucketReader, "_record", lambda reader, row: b"other bytes")
+    monkeypatch.setattr(BucketReader, "_record", lambda *_: b"other bytes")
     with pytest.raises(UserError, match=r"gives back other bytes .*; name another folder in clus"):
         made.read(3)
 

@@ -39,6 +39,12 @@ FILLED = 0.9  # share of the limit that remains used after an eviction; makes ev
 CHECKED_BYTES = 1 << 20  # bytes of a file that are read at a time to compute its checksum
 GROWTH = 64 << 20  # bytes reserved at a time for a file of unknown size
 _swept: set[str] = set()  # folders that this process has listed once; see `Cache`
+# Device, inode and time of the files whose checksum this process has verified.
+_verified: set[tuple[int, int, int]] = set()
+
+
+class CacheUnavailable(UserError):
+    """The disk of the cache is full, cannot be read or written, or damages data."""
 
 
 class LocalFile(io.FileIO):
@@ -96,7 +102,7 @@ class Cache:
             remedy: Further advice for the message about a full disk.
 
         Raises:
-            UserError: If the disk is full, or cannot be read or written.
+            CacheUnavailable: If the disk is full, or cannot be read or written.
         """
         path = self.path(name)
         with self._explain_disk_errors(size, remedy):
@@ -109,6 +115,30 @@ class Cache:
             modified = os.fstat(file.fileno()).st_mtime_ns
             os.utime(file.fileno(), ns=(time.time_ns(), modified))
         return file
+
+    def open_checked_file(self, name: str, write: Write) -> LocalFile:
+        """Open a file that ends with its checksum. If it is missing or damaged, write it.
+
+        Args:
+            name: Name of the file.
+            write: Function that writes the content through a `SummedFile`.
+
+        Raises:
+            CacheUnavailable: As for `open_file`, or if the disk does not return the written data.
+        """
+        for _ in range(2):
+            file = self.open_file(name, None, write)
+            if is_whole(file):
+                return file
+            filesystem.notify(
+                f"cache: {self.path(name)} differs from the written data, and is written again; "
+                "check that disk if this repeats"
+            )
+            with suppress(FileNotFoundError):
+                # unless another process has written it again
+                if os.stat(self.path(name)).st_ino == os.fstat(file.fileno()).st_ino:
+                    self.forget(name)
+        raise self.make_disk_error()
 
     def read(self, name: str, offset: int, size: int) -> bytes | None:
         """Read a part of a file. Return None if the file was evicted, or the disk cannot read it.
@@ -131,9 +161,9 @@ class Cache:
 
     def make_disk_error(
         self, problem: str = "gives back other bytes than were written"
-    ) -> UserError:
+    ) -> CacheUnavailable:
         """Return the error for a disk that does not return the written data."""
-        return UserError(
+        return CacheUnavailable(
             f"the disk of {self.folder!r} {problem}; name another folder in cluster.cache"
         )
 
@@ -235,7 +265,7 @@ class Cache:
             if error.errno is None:  # an error of the storage of a shard, not of this disk
                 raise
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(
+                raise CacheUnavailable(
                     f"shards and decoded images cannot be kept in {self.folder!r} ({error}); "
                     "fix its permissions or its disk, or name another folder in cluster.cache"
                 ) from None
@@ -246,7 +276,7 @@ class Cache:
             if remedy:
                 remedies += f", or {remedy}"
             amount = "more" if size is None else f"{size:,} bytes more of"
-            raise UserError(
+            raise CacheUnavailable(
                 f"the disk of {self.folder!r} has no room for {amount} shards and decoded images "
                 f"({error.strerror}); {remedies}"
             ) from None
@@ -269,11 +299,12 @@ class GrowingFile(io.BufferedRandom):
 
     def write(self, data: Any, /) -> int:
         """Write bytes; see `io.BufferedIOBase.write`."""
-        count = super().write(data)
-        if self.limit is None and self.tell() > self.room:
-            self.grow(GROWTH)
-            self.room += GROWTH
-        return count
+        missing = self.tell() + memoryview(data).nbytes - self.room
+        if self.limit is None and missing > 0:
+            size = -(-missing // GROWTH) * GROWTH
+            self.grow(size)
+            self.room += size
+        return super().write(data)
 
 
 class SummedFile(io.RawIOBase):
@@ -300,15 +331,25 @@ class SummedFile(io.RawIOBase):
 def is_whole(file: LocalFile) -> bool:
     """Return whether a file ends with the checksum of its other bytes; see `SummedFile`.
 
-    The file is read in parts and not mapped, because mapped pages would count as memory of this
-    process.
+    A process computes the checksum of a file once. The file is read in parts and not mapped,
+    because mapped pages would count as memory of this process.
     """
-    end = file.size - CHECKSUM.itemsize
+    info = os.fstat(file.fileno())
+    identity = (info.st_dev, info.st_ino, info.st_mtime_ns)
+    if identity in _verified:
+        return True
+    end = info.st_size - CHECKSUM.itemsize
     checksum = 0
-    for start in range(0, end, CHECKED_BYTES):
-        checksum = crc32(file.read_at(min(CHECKED_BYTES, end - start), start), checksum)
-    stored = file.read_at(CHECKSUM.itemsize, max(0, end))
-    return end > 0 and stored == np.array(checksum, CHECKSUM).tobytes()
+    try:
+        for start in range(0, end, CHECKED_BYTES):
+            checksum = crc32(file.read_at(min(CHECKED_BYTES, end - start), start), checksum)
+        stored = file.read_at(CHECKSUM.itemsize, max(0, end))
+    except OSError:  # the disk cannot read it
+        return False
+    if end <= 0 or stored != np.array(checksum, CHECKSUM).tobytes():
+        return False
+    _verified.add(identity)
+    return True
 
 
 class Blocks:

@@ -377,20 +377,20 @@ class BucketReader:
 
     def read(self, row: int) -> bytes:
         """See `Reader.read`."""
+        number = self._number(row)
         try:
-            data = self._record(row)
+            data = self._record(row, number)
             if self.samples.is_intact(row, data):
                 return data
             if self.cache is None:
                 return self.samples.read_bytes(row)
-            return self._repair_record(row, self.cache)
+            return self._repair_record(row, number, self.cache)
         finally:
-            self._note_read(self._number(row))
+            self._note_read(number)
 
-    def _record(self, row: int) -> bytes:
-        """Return the fetched bytes of a row, without verification."""
+    def _record(self, row: int, number: int) -> bytes:
+        """Return the fetched bytes of a row in a range, without verification."""
         locations = self.samples.locations
-        number = self._number(row)
         offset = int(locations.offsets[row] - self.ranges.starts[number])
         size = int(locations.sizes[row])
         fetched = self._future(number).result()
@@ -549,7 +549,7 @@ class BucketReader:
             raise shards.make_truncated_error(shard)
         return data
 
-    def _repair_record(self, row: int, cache: Cache) -> bytes:
+    def _repair_record(self, row: int, number: int, cache: Cache) -> bytes:
         """Return the bytes of a row with a damaged cached copy, after fetching its range again.
 
         One thread fetches the range. Other threads wait for it, and find the new copy.
@@ -559,10 +559,9 @@ class BucketReader:
             UserError: If the disk does not return the written bytes.
         """
         with self._mending:
-            data = self._record(row)
+            data = self._record(row, number)
             if self.samples.is_intact(row, data):
                 return data
-            number = self._number(row)
             cache.forget(self._name(number))
             data = self.samples.read_bytes(row)
             filesystem.notify(
@@ -570,7 +569,7 @@ class BucketReader:
                 "differs from the written data; its part of the shard is downloaded again"
             )
             self._fetch_or_find(number)
-            if not self.samples.is_intact(row, self._record(row)):
+            if not self.samples.is_intact(row, self._record(row, number)):
                 raise cache.make_disk_error()
             return data
 
@@ -593,10 +592,8 @@ def make_sequential_reader(samples: SampleTable, cache: Cache | None) -> Reader:
         return DiskReader(samples)
     ranges = choose_pieces(samples, Ranges.of_runs(samples))
     num_in_use = 2 * PIECES_AHEAD + FETCH_THREADS
-    if (
-        cache is not None
-        and min(ranges.estimate_bytes(num_in_use), ranges.total_bytes) > cache.limit
-    ):
+    bytes_in_use = min(ranges.estimate_bytes(num_in_use), ranges.total_bytes)
+    if cache is not None and bytes_in_use > cache.limit - samples.cached_bytes:
         cache = None  # a piece would be evicted for another one before it is read
     return BucketReader(samples, ranges, cache, PIECES_AHEAD)
 
@@ -641,7 +638,7 @@ def make_shuffled_reader(
     limit = MEMORY_BYTES
     if cache is not None:
         num_in_use *= ranks_of_node(world)
-        limit = cache.limit
+        limit = cache.limit - samples.cached_bytes
     window_bytes = ranges.estimate_bytes(num_in_use)
     if min(window_bytes, ranges.total_bytes) > limit:
         return _make_record_reader(samples)
@@ -664,7 +661,13 @@ def ranks_of_node(world: int) -> int:
 
 
 def choose_pieces(samples: SampleTable, runs: Ranges) -> Ranges:
-    """Return the pieces of the shards, or `runs` if the runs have far fewer bytes."""
+    """Return the pieces of the shards, or `runs` if the runs have far fewer bytes.
+
+    Also return `runs` if the table is mapped from the cache: finding the pieces would read the
+    whole index, and needs memory for each of its rows.
+    """
+    if samples.cached_bytes:
+        return runs
     pieces = Ranges.of_pieces(samples)
     if pieces.total_bytes > SPARSE * max(runs.total_bytes, PIECE_BYTES):
         return runs

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from workers.data.cache import CHECKSUM, Cache, SummedFile, is_whole
+from workers.data.cache import CHECKSUM, Cache, CacheUnavailable, SummedFile
 from workers.data.decoding import ImageLimits, is_intact
 from workers.data.held_out import hold_out
 from workers.data.shards import INDEX, Shards
@@ -28,10 +28,14 @@ from workers.job import Task
 from workers.storage import filesystem
 
 HEX_DIGITS = 64  # number of hexadecimal digits of a sha256
-# Indexes with at least this many bytes (about 350,000 images) have a table in the cache. Reading a
-# smaller index costs a rank less than a second and 60 MB.
-LARGE_INDEX_BYTES = 16 << 20
-TABLE_FORMAT = "rows-1"  # part of the name of a table in the cache
+# Indexes with at least this many bytes (about 90,000 images) have a table in the cache. Reading a
+# smaller index costs a rank at most about half a second and 100 MB.
+LARGE_INDEX_BYTES = 4 << 20
+# A table has about 3 times the bytes of its index. It is written to the cache if the cache has at
+# least this many times the bytes of the index, so that there is room for shards, too.
+CACHE_SHARE = 12
+# Part of the name of a table in the cache. Increase it if the result of `_make_table` changes.
+TABLE_REVISION = 1
 
 
 class Locations(NamedTuple):
@@ -62,12 +66,15 @@ class SampleTable:
             `task`, `label` and `file`, see `tasks`, `labels` and `Locations.shards`.
         files: Shards with rows of the table, see `Locations.files`.
         num_bytes: Bytes of all image files.
+        cached_bytes: Bytes of the file in the cache from which the table is mapped. 0: the table is
+            in memory.
     """
 
     shards: tuple[Shards, ...]
     table: pa.Table
     files: list[tuple[Shards, str]]
     num_bytes: int
+    cached_bytes: int = 0
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -118,8 +125,8 @@ class SampleTable:
         # a damaged digest becomes zeros, which match no image
         digits = np.zeros((len(rows), HEX_DIGITS), np.uint8)
         firsts = starts[rows]
-        is_whole = starts[rows + 1] - firsts == HEX_DIGITS
-        digits[is_whole] = text[firsts[is_whole][:, None] + np.arange(HEX_DIGITS)]
+        has_digits = starts[rows + 1] - firsts == HEX_DIGITS
+        digits[has_digits] = text[firsts[has_digits][:, None] + np.arange(HEX_DIGITS)]
         return digits
 
     @cached_property
@@ -167,8 +174,9 @@ def select(
 ) -> SampleTable:
     """Select the samples of tasks in a split.
 
-    With a cache, a rank selects the samples of a large data set once per node and writes the table
-    to the cache. All ranks of the node map this file into memory.
+    With a cache, the first rank of a node selects the samples of a large data set and writes the
+    table to the cache, and all ranks of the node map this file into memory. With keys in `memory`,
+    or if the cache cannot be used, each rank selects the samples and keeps the table in its memory.
 
     Args:
         root: Folder or URI of the stages.
@@ -190,18 +198,29 @@ def select(
     selected = {index: task for index, task in enumerate(tasks) if memory.get(task.name, True)}
     make = partial(_make_table, shards, selected, split, val_fraction, memory)
     indexes = [opened.artifact.manifest["files"][INDEX] for opened in shards]
-    is_large = sum(info["bytes"] for info in indexes) >= LARGE_INDEX_BYTES
-    if cache is None or not is_large or any(memory.values()):
-        table = make()
+    index_bytes = sum(info["bytes"] for info in indexes)
+    limit = cache.limit // CACHE_SHARE if cache else 0
+    if cache is None or any(memory.values()) or not LARGE_INDEX_BYTES <= index_bytes <= limit:
+        table, cached_bytes = make(), 0
     else:
-        rules = [(opened.hold_out, opened.is_in_place) for opened in shards]
-        digests = [info["sha256"] for info in indexes]
-        contents = repr((TABLE_FORMAT, selected, split, val_fraction, digests, rules))
-        name = f"tables/{hashlib.sha256(contents.encode()).hexdigest()[:32]}.arrow"
-        table = _open_mapped(cache, name, make)
+        contents = {
+            "revision": TABLE_REVISION,
+            "data": [
+                (opened.key, info["sha256"], opened.hold_out, opened.is_in_place)
+                for opened, info in zip(shards, indexes, strict=True)
+            ],
+            "tasks": [
+                (index, task.data, task.classes, task.parts, task.has_val)
+                for index, task in selected.items()
+            ],
+            "split": split,
+            "val_fraction": val_fraction,
+        }
+        digest = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+        table, cached_bytes = _open_mapped(cache, f"tables/{digest[:32]}.arrow", make)
     notes = json.loads(table.schema.metadata[b"accrete"])
     files = [(shards[data], shard) for data, shard in notes["files"]]
-    return SampleTable(shards, table, files, notes["num_bytes"])
+    return SampleTable(shards, table, files, notes["num_bytes"], cached_bytes)
 
 
 def _make_table(
@@ -264,7 +283,7 @@ def _number_files(table: pa.Table, num_data: int) -> pa.Table:
     return table.replace_schema_metadata({"accrete": json.dumps(notes)})
 
 
-def _open_mapped(cache: Cache, name: str, make: Callable[[], pa.Table]) -> pa.Table:
+def _open_mapped(cache: Cache, name: str, make: Callable[[], pa.Table]) -> tuple[pa.Table, int]:
     """Map a table in the cache into memory; write it if it is missing or damaged.
 
     Args:
@@ -272,8 +291,9 @@ def _open_mapped(cache: Cache, name: str, make: Callable[[], pa.Table]) -> pa.Ta
         name: Name of the file: the table in Arrow's file format, and its checksum.
         make: Function that makes the table.
 
-    Raises:
-        UserError: If the disk is full, or does not return the written data.
+    Returns:
+        The table, and the bytes of its file. If the cache cannot be used, the table is in memory,
+        and the second value is 0.
     """
 
     def write(stream: BinaryIO) -> None:
@@ -284,21 +304,19 @@ def _open_mapped(cache: Cache, name: str, make: Callable[[], pa.Table]) -> pa.Ta
         summed.write_checksum()
         stream.flush()
         os.fsync(stream.fileno())
+        del table
+        pa.default_memory_pool().release_unused()
 
-    file = cache.open_file(name, None, write)
-    if not is_whole(file):
-        filesystem.notify(
-            f"cache: {cache.path(name)} differs from the written data, and is written again; "
-            "check that disk if this repeats"
-        )
-        cache.forget(name)
-        file = cache.open_file(name, None, write)
-        if not is_whole(file):
-            raise cache.make_disk_error()
+    try:
+        file = cache.open_checked_file(name, write)
+    except CacheUnavailable as error:
+        filesystem.notify(f"cache: each rank keeps its table of images in memory, because {error}")
+        return make(), 0
     # The mapping has a duplicate of the file descriptor. So the file stays locked as long as the
     # table exists, and the cache does not evict it.
     mapped = np.memmap(file, np.uint8, "r")
-    return pa.ipc.open_file(pa.py_buffer(mapped[: -CHECKSUM.itemsize])).read_all()
+    table = pa.ipc.open_file(pa.py_buffer(mapped[: -CHECKSUM.itemsize])).read_all()
+    return table, len(mapped)
 
 
 def _sort_rows(part: pa.Table, is_in_place: bool) -> pa.Table:

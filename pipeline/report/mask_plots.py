@@ -119,7 +119,7 @@ def _draw_image(axes: Axes, entry: TokenMasks) -> None:
     else:
         style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": FAINT}
         axes.text(0.5, 0.4, "no test\nimage", transform=axes.transAxes, **style)
-    axes.set_title(entry.task, fontsize=9, color=INK, fontweight="bold")
+    axes.set_title(entry.task, fontsize=9, color=INK, fontweight="bold", y=1.0)
 
 
 def _draw_token_mask(axes: Axes, entry: TokenMasks, block: int) -> None:
@@ -136,7 +136,7 @@ def _draw_token_mask(axes: Axes, entry: TokenMasks, block: int) -> None:
         axes.imshow(mask, cmap=colours, vmin=0, vmax=1, interpolation="nearest")
     else:
         axes.imshow(darken_patches(entry.image, mask), interpolation="nearest")
-    axes.set_title(f"block {block}: {100 * mask.mean():.0f} % kept", fontsize=8, color=INK)
+    axes.set_title(f"block {block}: {100 * mask.mean():.0f} % kept", fontsize=8, color=INK, y=1.0)
 
 
 class DensityLine(NamedTuple):

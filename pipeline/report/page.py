@@ -63,10 +63,13 @@ def build_run_report(
         report_files |= {picture.name: picture.png for picture in pictures}
     report_files["graph.svg"] = draw_graph(tables, "report.html").encode()
     graph_svg = draw_graph(tables, "")
-    page = render_page(tables, run_pictures, method_pictures, graph_svg, failures or {}, gpu_use)
+    comparison = compare_methods(tables) if tables.labels else None
+    page = render_page(
+        tables, comparison, run_pictures, method_pictures, graph_svg, failures or {}, gpu_use
+    )
     report_files["report.html"] = page.encode()
-    if tables.labels:
-        report_files |= paper.paper_files(compare_methods(tables))
+    if comparison is not None:
+        report_files |= paper.paper_files(comparison)
     return report_files | files.csv_and_parquet(rows)
 
 
@@ -90,6 +93,7 @@ def mask_tables(views_by_method: Iterable[list[MaskView]]) -> dict[str, list[Row
 
 def render_page(
     tables: RunTables,
+    comparison: Comparison | None,
     run_pictures: Sequence[FigureFile],
     method_pictures: Mapping[str, Sequence[FigureFile]],
     graph_svg: str,
@@ -100,6 +104,7 @@ def render_page(
 
     Args:
         tables: Results of the run.
+        comparison: Comparison of the methods. None: the run has no method.
         run_pictures: Pictures of all methods together.
         method_pictures: Label -> pictures of the method.
         graph_svg: Picture of the graph as SVG; empty for no picture.
@@ -132,7 +137,7 @@ def render_page(
         failed=failures,
         warned=tables.warnings(),
         summary=render_summary(tables),
-        table_of_tasks=render_table_of_tasks(compare_methods(tables)) if tables.labels else "",
+        table_of_tasks="" if comparison is None else render_table_of_tasks(comparison),
         run_pictures=run_pictures,
         methods=[
             {

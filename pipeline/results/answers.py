@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.results import intervals, metrics
@@ -67,30 +67,43 @@ def right_answers(run: RunTables, label: str, tasks: Sequence[str]) -> RightAnsw
         The correct predictions, or None if the stored predictions do not cover all tasks.
     """
     right: dict[tuple[int, int], NDArray[np.bool_]] = {}
-    images: list[list[ImageId]] = [[] for _ in tasks]
+    known_keys: list[list[str]] = []
     for t, after in enumerate(tasks):
         table = run.table(run.artifacts.get(f"{label}/{after}/evaluate"), "predictions.parquet")
         result = run.result(label, after)
         if table is None or result is None:
             return None
+        # sorted by key, so that the order is the same after every task and in every replica
+        table = table.sort_by([("task", "ascending"), ("key", "ascending")])
+        rows_by_task = find_runs(table["task"].to_pylist())
+        keys = table["key"].to_pylist()
+        is_right = table["label"].to_numpy() == table["prediction"].to_numpy()
         for i, task in enumerate(tasks[: t + 1]):
             # `rewrites` is false: the predictions on earlier tasks cannot change, so they were not
             # measured again
             if i < t and not result["rewrites"]:
                 right[t, i] = right[i, i]
                 continue
-            rows = table.filter(pc.equal(table["task"], task))
-            keys = rows["key"].to_pylist()
-            # sorted by key, so that the order is the same after every task and in every replica
-            order = sorted(range(len(keys)), key=keys.__getitem__)
-            task_images = [(str(run.task(task).get("data", "")), keys[row]) for row in order]
+            rows = rows_by_task.get(task, slice(0))
             if t == i:
-                images[i] = task_images
-            if not order or task_images != images[i]:
+                known_keys.append(keys[rows])
+            if not known_keys[i] or keys[rows] != known_keys[i]:
                 return None
-            is_right = rows["label"].to_numpy() == rows["prediction"].to_numpy()
-            right[t, i] = is_right[order]
+            right[t, i] = is_right[rows]
+    data = [str(run.task(task).get("data", "")) for task in tasks]
+    images = [[(key, name) for name in names] for key, names in zip(data, known_keys, strict=True)]
     return RightAnswers(right, images)
+
+
+def find_runs(values: Sequence[str]) -> dict[str, slice]:
+    """Return the slice of each value in a sequence whose equal values are neighbours."""
+    runs = {}
+    start = 0
+    for value, group in groupby(values):
+        stop = start + len(list(group))
+        runs[value] = slice(start, stop)
+        start = stop
+    return runs
 
 
 def find_strata(

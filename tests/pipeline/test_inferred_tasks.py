@@ -99,7 +99,7 @@ def test_page_shows_share_and_confidence_of_right_picks(tables: RunTables) -> No
         "class=soft>-</span></td>" in text
     )
     assert page.render_picks(tables, "finetune") in page.render_page(
-        tables, [], {"finetune": []}, "", {}
+        tables, None, [], {"finetune": []}, "", {}
     )
 
 

@@ -43,7 +43,7 @@ from workers.storage.artifact import join, write_bytes
 
 
 class Cell(NamedTuple):
-    """A cell of a table. value, paper: in %, or NaN if unknown."""
+    """A cell of a table. `value` and `paper` are in %, or NaN."""
 
     part: str
     row: str
@@ -53,7 +53,7 @@ class Cell(NamedTuple):
 
 
 class TableKey(NamedTuple):
-    """Identity of a run in a table: a part of the table, and the name of the run in its file."""
+    """Key of a run: a part of a table, and the name of the run in the table's file."""
 
     part: str
     run: str
@@ -259,7 +259,7 @@ def write_files(result: Reproduction) -> list[str]:
     from pipeline.report.plots import to_png
 
     rows: list[Row] = [cell._asdict() for cell in result.cells]
-    # Values and differences have no common scale: the picture has those that are more.
+    # Values and differences have no common scale: the picture shows the larger group.
     differences = [row for row in rows if result.table.rows[row["row"]].minus]
     values = [row for row in rows if not result.table.rows[row["row"]].minus]
     if len(differences) > len(values):
@@ -280,9 +280,9 @@ def write_files(result: Reproduction) -> list[str]:
 
 # ---- text ----------------------------------------------------------------------------------------
 def describe_table(name: str, overrides: Sequence[str] = ()) -> str:
-    """Return a table at each scale, with the values that are in the storage.
+    """Return a table as text at each scale, with the values in the storage.
 
-    For a scale whose data are not on this machine, the text has the error in place of the values.
+    A scale that cannot be read, for example because its data is missing, has the error instead.
     """
     table = read_paper_table(find_paper_table(name))
     parts = [f"{table.title} ({table.source})", *_format_paper(table)]
@@ -318,9 +318,9 @@ def format_reproduction(result: Reproduction) -> str:
 
 
 def count_mean_orders(result: Reproduction) -> tuple[int, int]:
-    """Compare the order of the rows, by the means of all our values, with the paper's.
+    """Compare the order of the rows, by their mean values, with the paper's.
 
-    The paper's means of two rows are over the cells that it has for both.
+    For a pair of rows, the paper's means cover the cells for which the paper has both rows.
 
     Returns:
         See `count_orders`.
@@ -437,7 +437,7 @@ def _prepare_plan(
 ) -> PreparedRun:
     """Prepare a run for a forecast, with placeholders for missing data.
 
-    Data in the storage, or at a source that answers, need no placeholder.
+    None is needed if all data is in the storage, or at sources that answer.
 
     Args:
         run: The run.

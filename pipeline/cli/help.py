@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 from workers.errors import UserError
 
 EXAMPLE = "e.g."  # prefix of the line with an example
-HELP_POSITION = 16  # column at which the description of a command begins
+HELP_POSITION = 16  # maximum column at which the description of a command begins
 
 
 class CommandGroup(NamedTuple):
@@ -129,7 +129,7 @@ class GroupedParser(Parser):
 
 
 def list_subparsers(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[Parser]:
-    """Return the action of `parser` that has the parsers of all commands."""
+    """Return the argparse action that holds the parsers of all commands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return action

@@ -1,7 +1,6 @@
-"""Text for users: the only formatters of durations, sizes, rates, counts and tables.
+"""Text for users: formatters of durations, sizes, rates, counts and tables.
 
-Console, report, MLflow notes and error messages use the same functions, so that a number
-has the same format everywhere.
+Console, report, MLflow notes and error messages share them, for a uniform format.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def format_percent(rate: float | None, digits: int = 2) -> str:
 
     Args:
         rate: A share between 0 and 1.
-        digits: Digits after the point: 2 on the console, 1 in the dense tables of a report.
+        digits: Number of digits after the decimal point.
 
     Example:
         >>> format_percent(0.98765), format_percent(-1e-9, digits=1), format_percent(None)

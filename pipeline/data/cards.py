@@ -21,19 +21,19 @@ from workers.job import Frozen, Neutral, key_inputs
 SourceFormat = Literal["folder", "csv", "parquet", "tar", "webdataset", "sklearn", "torchvision"]
 Numbers = Literal["places", "names"]  # meaning of a label that is a number, see `Source.numbers`
 MAX_CLASS_CHARACTERS = 200  # of the name of a class
-# Default of `max_pixels_per_byte`. Intact files stay below it: for images of almost one colour,
-# 8-bit PNG reaches 1032 pixels per byte, and JPEG 512.
+# Default of `max_pixels_per_byte`. Intact 8-bit PNG (at most 1032 pixels per byte) and JPEG (512)
+# stay below it. PNG of 1 bit, and WebP and GIF of one colour, can exceed it.
 MAX_PIXELS_PER_BYTE = 2000
 # Separator of a list in one text, as in WebDataset's lists of shards. The product avoids a literal
 # that security checkers take for the IPv6 address of all interfaces.
 LIST_MARK = 2 * ":"
 FROM_SOURCE = "from_source"  # value of `classes`: take them from the source
-# ends of the names of compressed files
+# endings of the names of compressed files
 COMPRESSED = re.compile(r"\.(tgz|tbz2?|txz|tzst|tar\.[A-Za-z0-9]+|gz|bz2|xz|zst|lz4|zip)$", re.I)
 
 
 def _join_parts(parts: Any) -> Any:
-    """Join a list of texts and integers to one text, and convert a single integer to text.
+    """Join a list of texts and integers into one text, and convert a single integer to text.
 
     Other values are returned unchanged; the validation checks them.
     """
@@ -155,7 +155,7 @@ class Source(Frozen):
     def list_parts(self, split: SplitKey) -> tuple[str, ...]:
         """Return the folders, files, globs or values of a split, in the order of the card.
 
-        They are () if `splits` lacks the split.
+        The result is () if `splits` lacks the split.
         """
         text = self.splits.get(split)
         return () if text is None else tuple(part.strip() for part in text.split(LIST_MARK))

@@ -53,7 +53,7 @@ def build_graph(
         config: The config.
         store: The store of the run. It also caches information about the data of the cards.
         provenance: Git commit and versions of packages, for manifests.
-        split: Images for evaluations. `val` is for a search: there is no report then. The keys of
+        split: Images for evaluations. `val` is for a search, which has no report stage. The keys of
             training stages do not depend on `split`.
         ask_sources: If false, do not contact a data source on another machine if its data was
             ingested.
@@ -159,8 +159,7 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
     Args:
         builder: The builder of the graph.
         tasks: The tasks of the stream.
-        base: The task that the backbone is trained on, or has learned already. None: there is
-            none.
+        base: The task that the backbone has learned already or will be trained on, or None.
 
     Raises:
         UserError: If a method cannot use this backbone.
@@ -312,7 +311,7 @@ def add_method(
         builder: The builder of the graph.
         label: Label of the method.
         tasks: The tasks of the stream.
-        base: The task that the backbone is trained on, or None.
+        base: The base task, see `add_backbone`.
         unlabelled: The task with images without labels, or None.
 
     Returns:
@@ -407,7 +406,7 @@ class MethodStages:
             step_start = {name: stages[name] for name in awaited[step.name]} or start
             ignored = method.ignored_settings(step.name)
             # At the first task, `train` does not read these settings, so they must not change the
-            # key. `vars`, because subclasses do not inherit them.
+            # key. `vars` ignores base classes, because subclasses do not inherit the attribute.
             if step.name == "train" and seen == (task,):
                 ignored |= vars(method).get("later_settings", frozenset())
             data_stages = [f"data/{t.card}" for t in read_tasks]
@@ -479,15 +478,15 @@ class MethodStages:
         """Add the evaluation after the last task in `seen`, and return the id of the stage.
 
         It measures all tasks in `seen` if the method can change predictions for earlier tasks.
-        Otherwise it measures the last task, and the previous one as a check. A task is left out if
-        neither its data source nor the ingested shards exist any more, unless a result of
-        the complete evaluation exists. Therefore a new task can still be added; the values that
-        cannot be measured stay empty in the accuracy matrix.
+        Otherwise it measures the last task, and the previous one as a check. An earlier task
+        is left out if neither its data source nor its ingested shards exist any more, unless a
+        result of the complete evaluation exists. Therefore a new task can still be added; the
+        values that cannot be measured stay empty in the accuracy matrix.
 
         Args:
             seen: The tasks so far.
             start: Ids of the stages with the carried states that serve them, by step.
-            following: The next task, to measure before it is learned, too.
+            following: The next task, if it is measured before it is learned, or None.
         """
         builder = self.builder
         method = builder.method(self.label)

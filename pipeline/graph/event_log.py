@@ -1,7 +1,7 @@
 """The event log of a run: `<storage>/runs/NAME/events.jsonl`, with one JSON line per event.
 
 On a local disk, each event is appended immediately with a single write, so that readers see only
-complete lines. In a bucket, the whole file is rewritten from time to time. The size of the file is
+complete lines. In a bucket, `EventLog.flush` rewrites the whole file. The size of the file is
 limited: a full file is renamed to `events.1.jsonl` and replaces the previous file of that name.
 """
 
@@ -39,8 +39,8 @@ class EventLog:
     Errors are ignored: an event that cannot be written is lost. (If the disk is full, the run fails
     when it writes results, and reports it.)
 
-    A log in a bucket is not overwritten before its old lines were read. If the existing log is
-    larger than `max_bytes`, it stays unchanged, and new events are lost.
+    A log in a bucket is not overwritten before its old lines have been read. If that log is larger
+    than `max_bytes`, it stays unchanged, and new events are lost.
 
     Args:
         storage: URI of the storage.
@@ -68,7 +68,7 @@ class EventLog:
 
         Args:
             kind: Kind of the event.
-            values: JSON values of the event. Secrets in strings are redacted. The values "",
+            values: JSON values of the event. Strings are redacted and truncated. The values "",
                 None and {} are left out.
         """
         event: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind}

@@ -1,8 +1,8 @@
 """Remove a task, a class or images from a run, its storage and a model folder.
 
 The steps are: edit the config and the cards, ingest, train, publish a new version of the model,
-delete data. In this order, the same command can be repeated after a kill. Each step skips what was
-done before.
+delete data. Because of this order, the same command can be repeated after a kill: each step skips
+what was done before.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def remove(
         open_screen: Creates the screen of the run.
         program: Command that starts Accrete, for messages.
         say: Called with each line of progress.
-        confirm: Asks the user a yes/no question before data is deleted. If it returns false,
-            nothing is deleted, but the item stays removed from the config and the model.
+        confirm: Asks the user a yes/no question before stored data is deleted. If it returns false,
+            that data stays. The config is already changed, and earlier versions of `model` deleted.
 
     Raises:
         UserError: If the item cannot be removed, or a stage fails.

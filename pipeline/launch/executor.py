@@ -35,8 +35,8 @@ def make_executor(
         graph: The graph of the run.
         todo: Ids of the stages to run.
         progress: Called with events that do not change the state of a stage, such as its start.
-        run_on_driver: Runs a stage without a job (the report) and returns its manifest.
-        sample_s: Seconds between two samples of the use of the workers' machines (0: none).
+        run_on_driver: Runs a stage without a job for workers (the report); returns its manifest.
+        sample_s: Seconds between samples of the resource usage of the workers' machines; 0: none.
     """
     if cluster.workers == 0:
         return LocalExecutor(store, cluster, run_on_driver, progress, sample_s=sample_s)
@@ -49,8 +49,8 @@ def make_executor(
 class SharedExecutor:
     """An executor that several walks over a graph use one after another.
 
-    A walk closes its executor at its end. Therefore each walk except the last one gets a view whose
-    `close` does nothing (`lend`).
+    A walk closes its executor at its end. Therefore a walk that is followed by another gets a view
+    whose `close` does nothing (`lend`).
 
     Args:
         make: Creates the executor. It is called when the first stage is submitted, and again when a

@@ -1,4 +1,4 @@
-"""Sample the use of CPUs, memory and GPU of a machine while a worker runs."""
+"""Sample the CPU, memory and GPU usage of a machine while a worker runs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ SAMPLE_S = 10.0  # seconds between two samples
 
 
 def sample_machine(device: torch.device) -> MachineSample:
-    """Return the use of this machine by all processes.
+    """Return the usage of this machine by all processes.
 
     Args:
-        device: Device of the worker. Of the machine's GPUs, only this one is measured. For a CPU,
-            `gpus` is empty.
+        device: Device of the worker. Other GPUs are not measured. For a CPU, `gpus` is empty.
     """
     sample: MachineSample = {"node": platform.node(), "gpus": {}}
     with suppress(ImportError):
@@ -35,7 +34,7 @@ def sample_machine(device: torch.device) -> MachineSample:
 
 
 def sample_gpu(device: torch.device) -> GpuSample:
-    """Return the use of a GPU."""
+    """Return the usage of a GPU by all processes."""
     free, total = functions().mem_get_info(device)
     sample: GpuSample = {"memory_bytes": total - free, "total_bytes": total}
     try:
@@ -66,7 +65,7 @@ def sampling(
 
     Args:
         device: Device of the worker.
-        post: Called with each sample, from a thread.
+        post: Called with each sample, from another thread.
         period_s: Seconds between two samples.
     """
     ended = threading.Event()

@@ -1,7 +1,7 @@
 """Correct predictions of each method, and bootstrap draws of metrics over images and replicas.
 
-`right_answers` loads the predictions of a method, `draw_metrics` computes the draws. See
-`pipeline.results.intervals` for the bootstrap.
+`right_answers` loads the predictions of a method, `draw_metrics` computes the draws (bootstrap: see
+`pipeline.results.intervals`). A replica is the part of a run with one seed and one class order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RightAnswers:
 
 @dataclass(frozen=True)
 class Stratum:
-    """A stratum of the bootstrap: test images that are all in one task, in every replica.
+    """A stratum of the bootstrap: test images that belong to one task in each replica.
 
     Each draw resamples the images within a stratum, so the number of images of a task is constant.
 
@@ -96,7 +96,7 @@ def right_answers(run: RunTables, label: str, tasks: Sequence[str]) -> RightAnsw
 
 
 def find_runs(values: Sequence[str]) -> dict[str, slice]:
-    """Return the slice of each value in a sequence whose equal values are neighbours."""
+    """Return the slice of each value in a sequence where equal values are adjacent."""
     runs = {}
     start = 0
     for value, group in groupby(values):
@@ -164,7 +164,7 @@ def compute_drawn_rates(answers: RightAnswers, replica: str, strata: Sequence[St
 
 
 def compute_metrics(rates: Array, totals: Array) -> dict[str, Array]:
-    """Compute each metric in each draw.
+    """Compute, for each draw, the metrics with bootstrap intervals.
 
     Args:
         rates: Accuracy matrices, (draws, T, T).

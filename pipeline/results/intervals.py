@@ -33,7 +33,7 @@ NORMAL_QUANTILE = 1.959964
 
 
 class Interval(NamedTuple):
-    """Ends of a 95 % interval; NaN for no interval."""
+    """Ends of a 95 % interval; NaN if there is none."""
 
     low: float
     high: float

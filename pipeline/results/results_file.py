@@ -118,7 +118,7 @@ class RunBody(Strict):
 
 
 class ResultFileBody(Strict):
-    """The whole file. `sha256` is the optional `compute_sha256` of the other fields."""
+    """The whole file. `sha256` is optional: the digest of the other fields."""
 
     format: str
     version: int
@@ -250,7 +250,7 @@ def read_results(path: str) -> list[ImportedTables]:
     """Read the runs of a file: results as JSON, or one accuracy matrix as CSV or JSON.
 
     Raises:
-        UserError: If the file cannot be read, or has another format than in `docs/formats.md`.
+        UserError: If the file cannot be read, or does not follow `docs/formats.md`.
     """
     if "://" in path:
         raise UserError(f"{path}: files of results are only read from disk; copy it first")

@@ -245,9 +245,9 @@ def build_tuner(
 class AskingSearcher(Searcher):
     """A searcher for Tune that numbers the trials and chooses their parameters.
 
-    Trials with a record, from earlier sessions or earlier rounds, come first. They report their
-    results again, so that the scheduler and Optuna know them. Then new trials start until the
-    budget is used up.
+    Trials with a record, from earlier sessions or earlier rounds, come first. Those of earlier
+    sessions report their results again, so that the scheduler and Optuna know them. Then new trials
+    start until the budget is used up.
     """
 
     def __init__(self, search: Search, plan: PhasePlan, first: int):
@@ -300,7 +300,7 @@ class AskingSearcher(Searcher):
         return number
 
     def _has_ended(self) -> bool:
-        """Return whether no new trial may start, for other reasons than the number of trials."""
+        """Return whether no new trial may start, for reasons other than the number of trials."""
         return self.search.is_budget_used or (self.max_trials is None and self.search.is_idle)
 
     def _params(self, number: int, known: Trial | None) -> Params | None:
@@ -374,7 +374,7 @@ class RecordCallback(TrialProgressCallback):
     Attributes:
         search: The search.
         plan: Common data of the trials.
-        notify: Holder of the function to call with the record of a trial.
+        notify: The function to call with the record of a trial, in an `Unsaved`.
         end: Time on the monotonic clock from which a stopped trial counts as interrupted, because
             the budget of hours ends. Infinity without this budget.
     """
@@ -445,7 +445,7 @@ class Unsaved:
 
 
 def trainable(tuned: dict[str, Any], plan: PhasePlan) -> None:
-    """Run a trial in a process of Tune, and report its results to Tune.
+    """Run a trial in a process that Tune starts, and report its results to Tune.
 
     Args:
         tuned: Number, parameters and parent of the trial, from `AskingSearcher.suggest`.
@@ -465,7 +465,7 @@ def trainable(tuned: dict[str, Any], plan: PhasePlan) -> None:
         }
         tune.report(metrics)
 
-    # `TrialFailed` is no error for Tune, because the record has the message. After any other error,
+    # `TrialFailed` is hidden from Tune, because the record has the message. After any other error,
     # Tune retries the trial.
     with suppress(TrialFailed):
         run_trial(plan, number, tuned["params"], report, tuned["parent"])
@@ -497,9 +497,9 @@ def make_scheduler(search: Search) -> ASHAScheduler | None:
 def compute_resources(cluster: ClusterSettings) -> dict[str, float]:
     """Return the resources that Tune reserves for the process of one trial.
 
-    With one worker, the process runs the stages itself: each resource is the maximum over the kinds
-    of stages. With several workers, the process only waits for its worker group, which reserves its
-    own resources.
+    With at most one worker, the process runs the stages itself: each resource is the maximum over
+    the kinds of stages. With several workers, the process only waits for its worker group, which
+    reserves its own resources.
     """
     if cluster.workers > 1:
         return {"memory": 1 << 20}  # bytes; Tune requires at least one resource

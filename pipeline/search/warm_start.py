@@ -21,12 +21,12 @@ from pipeline.search.space import Choice, Dimension, Int, Params, Space, with_pa
 from workers.errors import UserError
 
 MISSING = object()  # result of `convert_value` for a value that the dimension does not contain
-EvaluateKey = Callable[[Params], str]  # point -> key of the evaluation after its last task
+EvaluateKey = Callable[[Params], str]  # point -> key of the evaluation after the last task
 
 
 @dataclass(frozen=True)
 class EarlierPoint:
-    """A point of this space from a trial of an earlier search.
+    """A trial of an earlier search, as a point of the new space.
 
     Attributes:
         trial: Number of the trial in the earlier search.
@@ -47,7 +47,7 @@ class WarmStartSettings:
 
     Attributes:
         count: Maximum number of points to try first.
-        seed: Seed to draw values of settings that the earlier search does not have.
+        seed: Seed for drawing values of settings that the earlier search does not have.
         max_forgetting: Setting `max_forgetting` of the new search; None: no limit.
     """
 
@@ -63,7 +63,7 @@ class WarmStart:
     Attributes:
         search: Name of the earlier search.
         points: Points to try first, in this order.
-        observations: Points whose results are given to Optuna, and which are not tried again.
+        observations: Points that are not tried again, but whose results are given to Optuna.
     """
 
     search: str
@@ -72,7 +72,7 @@ class WarmStart:
 
     @classmethod
     def of_record(cls, record: Any) -> WarmStart | None:
-        """Parse the entry `warm_start` of search.json. Return None if it is missing or damaged."""
+        """Parse the entry `warm_start` of search.json. Return None if it is missing or invalid."""
         try:
             points = tuple(EarlierPoint(**point) for point in record["points"])
             observations = tuple(EarlierPoint(**point) for point in record["observations"])
@@ -140,7 +140,7 @@ def choose_warm_start(
 def is_reusable_trial(trial: Trial, settings: WarmStartSettings) -> bool:
     """Return whether a trial can be reused.
 
-    The trial must be finished, must have learned all tasks with the same parameters, and must never
+    The trial must have finished with a score and the same parameters for all tasks, and must never
     have exceeded `max_forgetting` of the new search.
     """
     if trial["status"] != "finished" or trial["phase"] or trial.get("history"):
@@ -157,13 +157,13 @@ def is_reusable_trial(trial: Trial, settings: WarmStartSettings) -> bool:
 def convert_point(space: Space, trial: Trial, body: Mapping[str, Any], seed: int) -> Params | None:
     """Return the point of `space` with the settings of an earlier trial.
 
-    The result is None if a setting of the trial is outside of the space.
+    The result is None if a setting of the trial is outside the space.
 
     Args:
         space: Space of the new search.
         trial: The earlier trial.
-        body: Plain values of the base config of the earlier search.
-        seed: Seed to draw values of settings that neither the trial nor its base config contains.
+        body: Base config of the earlier search, as plain values.
+        seed: Seed for drawing settings that neither the trial nor its base config contains.
     """
     known = configs.flatten(with_params(body, trial["params"])) | trial["params"]
     labels = list(with_params(body, trial["params"]).get("methods") or {})

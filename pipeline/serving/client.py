@@ -27,7 +27,7 @@ class Client:
         url: Address of the server, for example http://127.0.0.1:8000.
         token: The server's token; "" if the server requires none.
         timeout_s: Seconds without data from the server after which a request fails.
-        patience_s: Seconds during which a request is repeated if the server answers status 503.
+        patience_s: Seconds for which a request is retried while the server returns status 503.
 
     Example:
         >>> Client("http://127.0.0.1:8000").predict(["digit.png"], "digits-45")  # doctest: +SKIP
@@ -48,7 +48,7 @@ class Client:
         rule: str = "refuse",
         top: int = 0,
     ) -> list[dict[str, Any]]:
-        """Return a dict with class, probability, task, confidence and probabilities of each image.
+        """Return one dict per image: class, probability, task, confidence and probabilities.
 
         Args:
             images: Paths or bytes of JPEG, PNG or WebP files, or an array uint8 (N, H, W, 3) or
@@ -62,7 +62,7 @@ class Client:
 
         Raises:
             UserError: If the server refuses the request, with the server's message.
-            OSError: If the server cannot be reached.
+            OSError: If the server cannot be reached, or an image cannot be read.
         """
         if tasks is None or isinstance(tasks, str):
             tasks = [tasks]
@@ -83,7 +83,7 @@ class Client:
         return self.ask("/tasks")
 
     def is_ready(self) -> bool:
-        """Return whether the server can answer predictions now; False if it cannot be reached."""
+        """Return whether the server is ready to predict; False if it cannot be reached."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=self.timeout_s):
                 return True
@@ -122,7 +122,7 @@ class Client:
 
 
 def read_message(error: urllib.error.HTTPError) -> str:
-    """Return the message of an answer with an error status."""
+    """Return the message of an error response."""
     try:
         return str(json.load(error)["error"])
     except (ValueError, KeyError, TypeError):
@@ -138,7 +138,7 @@ def read_image(image: str | os.PathLike[str] | bytes) -> bytes:
 
 
 def encode_npy(images: Any) -> bytes:
-    """Return an array as a `.npy` file."""
+    """Return an array in `.npy` format."""
     import numpy as np
 
     stream = io.BytesIO()

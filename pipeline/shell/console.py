@@ -29,11 +29,11 @@ from workers.storage.secrets import printable
 # checks, the line is printed after at most 10 s.
 QUIET_S = 9.0
 LOOK_S = 1.0  # seconds between two checks whether a line is due
-# Maximal width of a live line. A longer line could wrap, and a wrapped line cannot be rewritten. A
+# Maximum width of a live line. A longer line could wrap, and a wrapped line cannot be rewritten. A
 # wider matrix is not printed in full.
 MAX_COLUMNS = 158
 MAX_LIVE_LINES = 12  # lines of running stages; with more stages, the last line counts the others
-MAX_TASKS = 20  # rows of the table that replaces a too wide matrix
+MAX_TASKS = 20  # rows of the table that replaces a matrix that is too wide
 MAX_EVALUATED = 6  # tasks in the result line of an evaluation
 MAX_WARNINGS = 20  # printed warnings at the end of a run
 # events that end the execution of a stage
@@ -73,7 +73,7 @@ class Heartbeat:
 
     @contextmanager
     def activity(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Context manager for an activity that `describe` describes. Activities can be nested."""
+        """Context manager for an activity with the text of `describe`. Activities can be nested."""
         self.activities.append(Activity(describe, time.monotonic()))
         if len(self.activities) > 1:
             try:
@@ -109,7 +109,7 @@ class Heartbeat:
 def at_work(
     describe: Callable[[], str], say: Callable[[str], object] = print_to_stderr
 ) -> Iterator[None]:
-    """Context manager that prints a line every QUIET_S seconds during an activity without output.
+    """Context manager that reports an otherwise silent activity every QUIET_S seconds.
 
     Args:
         describe: Function that returns a description of the activity.
@@ -128,8 +128,8 @@ class Console:
 
     Every stage prints a permanent line when it ends. On a terminal, each running stage also has a
     live line. Elsewhere, for example in the log of a CI job, a line is printed after QUIET_S
-    seconds without output. It shows the progress of one of the running stages, in turn, or else the
-    activity of the command.
+    seconds without output. It shows the progress of one of the running stages, in turn, or else how
+    many stages wait for a worker, or the activity of the command.
 
     Args:
         graph: Graph of the run.
@@ -206,7 +206,7 @@ class Console:
     def progress(self, event: Event) -> None:
         """Show the progress of a stage, or a note about the cluster; ignore other events.
 
-        Executors report their progress through this method, not through the walk over the graph.
+        Executors pass events here that they do not return from `poll`, such as starts of stages.
         """
         if event.kind is EventKind.NOTE:
             self.say(event.message)
@@ -289,7 +289,7 @@ class Console:
 
 
 def get_output_columns() -> int:
-    """Return the largest length of a line, in characters, that surely does not wrap."""
+    """Return the maximum number of characters in a line that does not wrap."""
     terminal = shutil.get_terminal_size((MAX_COLUMNS + 1, 24))
     return min(MAX_COLUMNS, terminal.columns - 1)
 
@@ -352,7 +352,7 @@ def _accuracies_text(rows: Sequence[Row]) -> str:
 
 
 def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
-    """Format the end of a run: matrices, metrics, warnings, and links."""
+    """Format the final output of a run: matrices, metrics, warnings, and links."""
     lines: list[str] = []
     for label in tables.labels:
         lines += ["", matrix_text(tables, label)]
@@ -419,10 +419,7 @@ def matrix_text(tables: RunTables, label: str) -> str:
 
 
 def _narrow_matrix_text(matrix: Matrix) -> str:
-    """Return a line for each task: its accuracy directly after it was learned, and at the end.
-
-    The end is the last finished task.
-    """
+    """Return a line per task: its accuracy when learned, and after the last finished task."""
     count = len(matrix.tasks)
     if count > MAX_TASKS:
         return f"{matrix.label}: the report has the accuracy matrix of its {count} tasks"

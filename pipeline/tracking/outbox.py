@@ -24,17 +24,16 @@ Action = Callable[[], None]
 class Outbox:
     """Executes queued actions one after the other. `put` never waits.
 
-    A failed action is executed again as a whole, so it must be repeatable.
+    A failed action is executed again as a whole, so it must be safe to repeat.
 
     Args:
         name: Name of the server, for messages.
         answers: Function that returns whether the server answers.
         forget: Function to call after a failure, before the next attempt, because cached
             data of the server may be outdated.
-        transient: Function that returns whether an action can succeed later after an error. After
-            any other error the action is dropped, and a sentence is added to `warnings`.
-        log: Function that prints a message if the server stops answering, and when it answers
-            again.
+        transient: Function that returns whether a retry after an error may succeed. After any other
+            error, or `TRIES` attempts, the action is dropped and a sentence added to `warnings`.
+        log: Function that prints a message, for example when the server stops answering.
         refusal: Function that returns a message for an error that every action would have, for
             example a wrong password, else "". The message is logged and added to `warnings` once.
     """
@@ -57,10 +56,10 @@ class Outbox:
         self.warnings: list[str] = []
         self.waiting: deque[Action] = deque()
         self.news = threading.Condition()
-        # Monotonic time since which the server does not answer; None if it answers.
+        # Monotonic time at which the server stopped answering; None while it answers.
         self.away_since: float | None = None
         self.given_up = False  # `close` has ended: the thread must end
-        self.hurried = False  # `close` has begun: the current pause ends
+        self.hurried = False  # `close` has begun: the current or next pause ends
         self.thread: threading.Thread | None = None
 
     def put(self, action: Action) -> None:
@@ -76,11 +75,11 @@ class Outbox:
         """Wait until all actions are executed.
 
         Args:
-            patience_s: Maximum wait in seconds for a server that does not answer, from this call or
-                from the time since which it does not answer, whichever is later.
+            patience_s: Maximum wait in seconds for a server that does not answer, counted from this
+                call or from when it stopped answering, whichever is later.
 
         Returns:
-            The number of actions that were not executed.
+            The number of actions that are still queued.
         """
         closing = time.monotonic()
         with self.news:
@@ -122,7 +121,7 @@ class Outbox:
 
         Returns:
             True if the action was executed, or was dropped with a warning. False if `close` gave up
-            before.
+            first.
         """
         tries = 0
         while not self.given_up:

@@ -1,8 +1,8 @@
 """Shards that are used in place: they are read at their source, and not copied to the store.
 
 The store has their names, sizes and digests. Only the user's own card (the description of the data
-set) has their locations. Therefore an index or manifest from someone else cannot open a connection
-or a file.
+set) has their locations. Therefore an index or manifest from someone else cannot make a run open a
+connection or a file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def expand_patterns(patterns: tuple[str, ...]) -> list[str]:
     """Expand patterns with braces to paths or URLs, like WebDataset.
 
     Raises:
-        UserError: If braces are not balanced, or the result has more than MAX_SHARDS.
+        UserError: If braces are unbalanced or too many, or there are more than MAX_SHARDS results.
     """
     from braceexpand import braceexpand  # optional: needed only for shards used in place
 
@@ -83,7 +83,7 @@ def shard_name(split: str, number: int) -> str:
 
 @functools.lru_cache(maxsize=32)
 def urls_by_name(urls: ShardUrls) -> dict[str, str]:
-    """Map the name of each shard of a card to its path or URL: train, val, then test.
+    """Map the name of each shard of a card to its path or URL, in order of train, val, test.
 
     Raises:
         UserError: If a shard is listed twice.
@@ -108,7 +108,7 @@ def is_in_place(artifact: Artifact) -> bool:
 
 
 def read_shard_list(artifact: Artifact) -> dict[str, FileInfo]:
-    """Return the size and digest of each shard at the time of indexing, by name.
+    """Return the size and digest that each shard had at ingest, by shard name.
 
     Raises:
         DamagedArtifact: If the file SHARDS is missing or invalid.

@@ -1,4 +1,4 @@
-"""Files on disks, web servers or object stores that are read by ranges of bytes."""
+"""Read byte ranges of files on disks, web servers and object stores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.storage.web import WebFile, is_web
 
 
 class RangeFile(Protocol):
-    """A file that is read by ranges of bytes."""
+    """A file that is read in byte ranges."""
 
     @property
     def size(self) -> int:
@@ -28,8 +28,8 @@ class RangeFile(Protocol):
 class ObjectFile:
     """An object in an object store. Several threads can read it by offset at the same time.
 
-    It is opened on the unwrapped file system: through pyarrow's wrapper of a Python file system,
-    the threads would read one after the other.
+    It is opened on the unwrapped file system, because through pyarrow's `PyFileSystem` the threads
+    would read one after the other.
     """
 
     def __init__(self, system: fs.FileSystem, path: str):
@@ -55,7 +55,7 @@ def open_range_file(uri: str) -> RangeFile:
 
     Raises:
         OSError: If the file cannot be opened.
-        UserError: If the URI does not name a storage.
+        UserError: If the URI is refused, a package is missing, or a server supports no ranges.
     """
     if is_web(uri):
         return WebFile(uri)

@@ -64,9 +64,9 @@ class Bic(Rehearsal[BicSettings]):
     first corrected by that task's bias.
 
     `calibrate` then fits z' = alpha z + beta for the new classes, on held-out images of every
-    class. It minimises cross-entropy + beta_decay beta^2 / 2 in fp64 with the fixed network in
-    evaluation mode. The served logits are z' for the last task and z for older tasks. `bias_mode:
-    all` corrects every task's classes by the task's bias, in student, teacher and served logits.
+    class. It minimises class-balanced cross-entropy + beta_decay beta^2 / 2 in fp64 with the frozen
+    network in evaluation mode. The served logits are z' for the last task and z for older tasks.
+    `bias_mode: all` corrects each task by its bias, in student, teacher and served logits.
 
     Each class has n images in the memory. floor(val_share n) images, at least one, are held out:
     the bias is fitted on them, and they are never used for training. The held-out images of a new
@@ -74,7 +74,7 @@ class Bic(Rehearsal[BicSettings]):
     class. `herd` selects exemplars from the other images. `calibrate` and `herd` both follow
     `train` and run in parallel: `calibrate` carries the biases, `herd` the network and the memory.
 
-    Differences from the paper: the exemplars of old classes are not selected again, their lists are
+    Differences from the paper: exemplars of old classes are not selected again, but their lists are
     shortened from the end; weight decay does not decrease from task to task; the held-out images of
     a base task were used to train the backbone.
     """
@@ -91,7 +91,7 @@ class Bic(Rehearsal[BicSettings]):
     )
     steps = (
         Step("train"),
-        # later: not at the first task, which has no old classes; measured: validated afterwards
+        # later: skipped at the first task, which has no old classes; measured: then validated
         Step("calibrate", trains=False, measured=True, after=("train",), later=True),
         Step("herd", trains=False, after=("train",)),
     )
@@ -143,7 +143,7 @@ class Bic(Rehearsal[BicSettings]):
     def find_validation_keys(
         self, context: StepContext, held_out: dict[str, list[str]]
     ) -> dict[str, list[str]]:
-        """Return the keys of each task's held-out images; `held_out` has the current task's."""
+        """Return the keys of each task's held-out images; `held_out` is for the current task."""
         validation: Memory = {}
         if context.carried is not None:
             validation = context.carried.meta[VALIDATION]
@@ -155,9 +155,9 @@ class Bic(Rehearsal[BicSettings]):
     def held_out(self, task: Task, keys: dict[str, list[str]]) -> dict[str, list[str]]:
         """Return class -> keys of the images that are held out of training to fit the bias.
 
-        A new class has as many held-out images as an old class has during this task, when only the
-        old classes share the memory. In the first task, the classes of the task share it. At least
-        one image of a class is left for training.
+        A new class has as many held-out images as an old class has during this task, while only
+        old classes share the memory (in the first task: the classes of the task). At least one
+        image of a class is left for training.
 
         Args:
             task: The task.
@@ -203,7 +203,7 @@ class Bic(Rehearsal[BicSettings]):
 
     @torch.no_grad()
     def calibrate(self, task: Task) -> None:
-        """Fit the task's bias on the held-out images of all ranks, the same on every rank."""
+        """Fit the task's bias on all held-out images. The result is the same on every rank."""
         features, labels, tasks, _ = self.extract_features()
         slices = self.class_slices()
         starts = torch.tensor([slices[t.name].start for t in self.training_tasks])
@@ -229,7 +229,7 @@ class Bic(Rehearsal[BicSettings]):
         self.validation = shortened
 
     def metrics(self) -> dict[str, float]:
-        """Return alpha and beta; alpha < 1 and beta < 0 lower the outputs of new classes."""
+        """Return alpha and beta; alpha < 1 shrinks and beta < 0 lowers outputs of new classes."""
         if self.task is None or self.task.name not in self.biases:
             return {}
         alpha, beta = self.biases[self.task.name].tolist()

@@ -42,17 +42,17 @@ class IcarlSettings(RehearsalSettings):
 
 
 class Icarl(Rehearsal[IcarlSettings]):
-    """L = (1 - a) BCE(new) + a KD_sig(old), a the share of old classes among all (`loss: bce`).
+    """L = (1 - a) BCE(new) + a KD_sig(old), with the share a of old classes (`loss: bce`).
 
-    This is the binary cross-entropy of all outputs, averaged over entries. The targets of the old
+    This is the binary cross-entropy, averaged over images and classes. The targets of the old
     classes are the teacher's sigmoid outputs, also for exemplars. The targets of the new classes
     are the labels. With `loss: ce_kd`, L = CE over all classes + KD_ce(tau) over the old classes,
     which is often reported under the name iCaRL.
 
-    `herd` carries nu_c: the mean of the unit-length features of class c's exemplars under the
-    current network, scaled to length 1. The prediction is the class with the nearest nu_c, within
-    the task if the task is given. Validation during `train` uses the outputs instead, because the
-    means do not exist yet.
+    The step `herd` carries nu_c: the mean of the unit-length features of class c's exemplars under
+    the current network, scaled to length 1. The prediction is the class with the nearest nu_c,
+    within the task if it is given. Validation in the step `train` uses the logits instead, because
+    the means do not exist yet.
 
     Differences from the paper: binary cross-entropies are averaged over classes instead of summed.
     """
@@ -101,7 +101,7 @@ class Icarl(Rehearsal[IcarlSettings]):
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         """Return the negative squared distances to the class means.
 
-        Without class means, or if `infer` is `argmax`, return the outputs instead.
+        Without class means, or if `infer` is `argmax`, return the network's logits.
         """
         if self.means is None or self.settings.infer == "argmax":
             return super().logits(images, task)

@@ -1,6 +1,6 @@
-"""LoRA: low-rank updates of attention's projections, or of all linear layers, of a frozen backbone.
+"""LoRA: low-rank updates of the attention projections or all linear layers of a frozen backbone.
 
-Each task trains its own updates; for serving they are merged into the weights.
+Each task trains its own updates, which are merged into the weights for serving.
 
 Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022.
 """
@@ -61,13 +61,13 @@ class Lora(Method[LoraSettings]):
     B starts at zero, so a task starts from the backbone. Stored per task: A and B, unmerged, 4 r d
     floats per block of width d for `qkv` and `qv`, and a head.
 
-    On a VisionTransformer, while training, B A x is a branch parallel to W x: W + s B A would need
-    the gradient of a whole weight matrix in every block. Serving uses the merged weights, and costs
-    no more than the backbone. On other backbones, and for `linear`, training uses the merged
-    weights too.
+    In training, a VisionTransformer computes s B A x in a branch parallel to W x, because W + s B A
+    would need the gradient of a whole weight matrix in every block. Serving uses the merged
+    weights, and costs no more than the backbone. On other backbones, and for `linear`, training
+    uses the merged weights too. Biases and norms stay frozen.
 
-    Differences from the paper: no dropout before A; biases and norms stay frozen; learning rate and
-    weight decay are those of the head.
+    Differences from the paper: no dropout before A; learning rate and weight decay are those of the
+    head.
     """
 
     name = "lora"
@@ -148,7 +148,7 @@ class Lora(Method[LoraSettings]):
         return [*groups, group]
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        """Return W + s B A if updates are not stacked; stacked updates are computed in a branch."""
+        """Return W + s B A, or nothing for stacked updates, which are computed in a branch."""
         if self.sites is not None:
             return {}
         return compute_updated_weights(
@@ -196,5 +196,5 @@ class Lora(Method[LoraSettings]):
 
 
 def is_stacked(backbone: nn.Module, settings: LoraSettings) -> bool:
-    """Return whether the updates of all blocks are stacked (`LowRank`), not kept by layer."""
+    """Return whether the updates of all blocks are stacked (`LowRank`), not separate per layer."""
     return isinstance(backbone, VisionTransformer) and settings.target != "linear"

@@ -1,6 +1,6 @@
 """Piggyback: one bit per task for every weight of a frozen backbone.
 
-The bits are thresholded real values that are trained.
+Training updates a real value for each weight; the bit is 1 if it exceeds a threshold.
 
 Mallya, Davis, Lazebnik: Piggyback: Adapting a Single Network to Multiple Tasks by Learning to Mask
 Weights, ECCV 2018.
@@ -49,10 +49,10 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
     """M = 1[M^r > theta], y = (M .* W) x + b; the gradient of M is passed unchanged to M^r.
 
     M^r are the trained real values, M is the mask. By default all real values start above theta, so
-    that training starts from the backbone. Stored: a bit per weight; ternary: two, `SITE` for
-    nonzero values, `SITE.minus` for -1.
+    that training starts from the backbone. A state has one bit per weight. With `ternary`, M is -1
+    where M^r < 0, and a state has two: `SITE` for nonzero values, `SITE.minus` for -1.
 
-    Differences from the paper: all Linear and Conv weights of a ViT are masked. Biases, norms,
+    Differences from the paper: the Linear and Conv weights of a ViT are masked. Biases, norms,
     class token and position embedding stay frozen. The rate of M^r follows from the number of steps
     (see `rate`): the paper's 1e-4 is for its 30 epochs and flips no entry in a short training.
     Weight decay never acts on M^r, because it would switch all entries off.
@@ -80,7 +80,7 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
         super().validate(settings, train, data, scenario)
         is_scaled = settings.mask_lr == "auto" and settings.init == "ones"
         for name in sorted({"start", "theta"} & settings.model_fields_set):
-            # The rate is proportional to start - theta, the distance to the threshold: they cancel.
+            # The rate is proportional to start - theta, so that a binary mask depends on neither.
             if is_scaled:
                 raise UserError(
                     f"{name} is {getattr(settings, name)}, and has no effect with mask_lr auto "

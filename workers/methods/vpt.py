@@ -1,4 +1,4 @@
-"""VPT: trained tokens per task between class token and patches of a frozen ViT.
+"""VPT: each task trains tokens between the class token and the patches of a frozen ViT.
 
 They are inserted before the first block (shallow) or before every block (deep).
 
@@ -51,7 +51,7 @@ class Vpt(Method[VptSettings]):
 
     Stored per task: p d floats (shallow) or L p d (deep), for L blocks of width d, and a head.
 
-    Differences from the paper: there is neither a projection nor dropout of prompts, both options
+    Differences from the paper: prompts have neither a projection nor dropout, which are options
     in the paper; learning rate and weight decay are those of the head. If a backbone pools its
     patches, prompts are not pooled.
     """
@@ -146,8 +146,8 @@ def compute_prompted_share(vit: Any, sites: PromptSites, count: int) -> float:
 
     Args:
         vit: The backbone.
-        sites: Its sites of prompts.
-        count: p, prompts that a block gets.
+        sites: Its prompt sites.
+        count: Number p of prompts per block.
     """
     if not isinstance(vit, VisionTransformer):
         image = (3, *vit.patch_embed.img_size)
@@ -156,7 +156,7 @@ def compute_prompted_share(vit: Any, sites: PromptSites, count: int) -> float:
         return prompted / count_multiply_adds(vit, *image)
     blocks: Any = vit.blocks
     plans = plan_blocks(vit, [BlockMasks()] * len(blocks))
-    prompts = torch.arange(count)  # any indices, because `flops` only counts keys and queries
+    prompts = torch.arange(count)  # any indices: `flops` uses only their number
     with_keys = [replace(plan, keys=torch.cat([plan.keys, prompts])) for plan in plans]
     for i, plan in enumerate(with_keys[:-1]):
         with_keys[i] = replace(plan, queries=torch.cat([plan.queries, prompts]))

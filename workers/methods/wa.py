@@ -1,4 +1,4 @@
-"""WA: after distillation, scale the weight vectors of new classes to the mean length of old ones.
+"""WA: after distillation, one factor gives new weight vectors the mean length of old ones.
 
 Zhao, Xiao, Gan, Zhang, Xia: Maintaining Discrimination and Fairness in Class Incremental Learning,
 CVPR 2020.
@@ -34,7 +34,7 @@ class WaSettings(RehearsalSettings):
 
 
 class Wa(Rehearsal[WaSettings]):
-    """L = (1 - a) CE over all classes + a KD_ce(tau) over old classes, a the share of old classes.
+    """L = (1 - a) CE over all classes + a KD_ce(tau) over old classes, with a = old / all classes.
 
     After `train`, the step `align` multiplies the weight vectors of the task's classes by gamma,
     the mean length of old vectors divided by that of new vectors. Directions, biases and old heads
@@ -42,7 +42,7 @@ class Wa(Rehearsal[WaSettings]):
 
     Differences from the paper: weights are not clamped at 0 unless `nonnegative` is set, because a
     ViT's features have both signs. The paper's premise, that new classes have the longer vectors,
-    can fail under AdamW in a short training: there is a warning if gamma exceeds 1.
+    can fail in short training with AdamW; `warnings` reports a gamma above 1.
     """
 
     name = "wa"
@@ -74,7 +74,7 @@ class Wa(Rehearsal[WaSettings]):
 
     @torch.no_grad()
     def align(self, task: Task) -> None:
-        """Scale the weight vectors of `task` to the mean length of those of old classes."""
+        """Scale the weight vectors of `task` by one factor to the mean length of old ones."""
         new = self.heads[task.name].weight  # (new classes, d)
         old = torch.cat([self.heads[name].weight for name in self.old])  # (old classes, d)
         gamma = compute_weight_ratio(old, new)

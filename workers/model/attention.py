@@ -38,7 +38,7 @@ class AttentionStatistics:
         images: Number of images so far.
         entropy: Sum over images of the entropy of each head, (H,).
         distance: Sum over images of the distance of each head, (H,).
-        distance_to_others: The same without the attention of a patch to itself, (H,).
+        distance_to_others: Like `distance`, without the attention of a patch to itself, (H,).
         scale: Mean absolute scale Lambda of the block's Context Broadcasting (`ScaledContext`), or
             None if it has no scale.
     """
@@ -76,9 +76,8 @@ class AttentionStatistics:
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per head, with means over images and queries.
 
-        The entropy is in nats; `entropy_share` is the entropy divided by its maximum ln N. The
-        distance is relative to the distance under uniform attention. `distance_to_others` leaves
-        out the attention of a patch to itself, in both.
+        The entropy is in nats; `entropy_share` is the entropy divided by its maximum ln N. Both
+        distances are relative to their values under uniform attention.
         """
         if not self.images:
             return []
@@ -179,8 +178,7 @@ def record_attention(model: nn.Module) -> AbstractContextManager[list[AttentionS
         model: A ViT, or a module that contains ViTs.
 
     Yields:
-        A record for each attention layer, measured with the weights and masks that the forward pass
-        uses.
+        The records of all attention layers, measured with the weights and masks of each pass.
     """
 
     def create_record(name: str, index: int, vit: Any) -> AttentionStatistics:
@@ -199,7 +197,7 @@ def record_class_attention(model: nn.Module) -> AbstractContextManager[list[Clas
         model: A ViT, or a module that contains ViTs. ViTs without a class token are skipped.
 
     Yields:
-        A record for each attention layer.
+        The records of all attention layers.
     """
 
     def create_record(name: str, index: int, vit: Any) -> ClassAttention | None:
@@ -218,11 +216,11 @@ def _record_layers(
 
     Args:
         model: A ViT, or a module that contains ViTs.
-        create_record: Creates the record of a layer from the path of the ViT, the index of the
-            block and the ViT. None: the layer is skipped.
+        create_record: Called with the path of the ViT, the index of the block and the ViT. Returns
+            the record of the layer, or None to skip it.
 
     Yields:
-        A record for each attention layer.
+        The records of all layers that are not skipped.
     """
     records: list[RecordT] = []
     handles: list[Any] = []
@@ -278,8 +276,7 @@ def _register_hooks(attn: Any, add: Callable[[Tensor], None]) -> list[Any]:
 def _compute_attention(attn: Any, q: Tensor, k: Tensor) -> Tensor:
     """Return softmax(scale q k^T), (B, H, N, N), of `q` and `k` (B, H, N, d).
 
-    If the keys of the layer are masked (see `KeyMasks`), a query does not attend to a key with
-    policy 0.
+    If the layer masks keys (see `KeyMasks`), keys with policy 0 get no attention.
     """
     scores: Tensor = (q * attn.scale) @ k.transpose(-2, -1)
     if getattr(attn, "keys", None) is not None:

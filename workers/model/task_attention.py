@@ -1,4 +1,4 @@
-"""The task attention block of DyTox: each task's token attends to the patches once.
+"""The task attention block of DyTox: each task has a token, which attends to the patches.
 
 Tokens of different tasks do not attend to each other.
 
@@ -44,7 +44,7 @@ class TaskAttention(nn.Module):
         self.drop_path2 = TokenDropPath(drop_path)
 
     def expect(self, tokens: int) -> None:
-        """Set the number of task tokens in the next training steps, for stochastic depth."""
+        """Set the number of task tokens for stochastic depth in the next training steps."""
         self.drop_path1.tokens = tokens
         self.drop_path2.tokens = tokens
 
@@ -102,8 +102,8 @@ class TokenHead(nn.Linear):
 class TokenHeads(Heads):
     """A `TokenHead` for each task.
 
-    A token is drawn from a truncated normal distribution with std 0.02. A classifier is initialised
-    like `nn.Linear`.
+    Tokens are drawn from a truncated normal distribution with std 0.02. The linear layers are
+    initialised like `nn.Linear`.
     """
 
     def layer(self, classes: int) -> TokenHead:
@@ -121,27 +121,27 @@ def find_class_columns(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the indices of the columns that are not padding, for the logits of all tasks.
 
     The logits of each task are padded to the largest number of classes and concatenated. The result
-    is cached, because the host has to wait while the indices are copied to the device.
+    is cached, because the host must wait for each copy of the indices to the device.
 
     Args:
         sizes: Number of classes of each task.
         device: Device of the result.
     """
-    with torch_internals.ordinary_tensors():  # the cached tensor is also used in training
-        is_class = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]  # (tasks, most classes)
+    with torch_internals.ordinary_tensors():  # training cannot use inference tensors
+        is_class = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]  # (T, max classes)
         return is_class.flatten().nonzero().squeeze(1).to(device)
 
 
 class TokenNetwork(nn.Module):
-    """A network for some tasks: images (b, 3, H, W) -> logits of the classes of all these tasks.
+    """A network for one or more tasks: images (B, 3, height, width) -> logits of all classes.
 
     It consists of the encoder, the task attention, and a `TokenHead` for each task.
 
     Args:
         encoder: The encoder.
         attention: The task attention.
-        heads: The tokens and classifiers, in order of tasks.
-        shares_token: Use the first token for all tasks.
+        heads: The tokens and classifiers, in task order.
+        shares_token: Whether all tasks use the first token.
     """
 
     def __init__(
@@ -158,30 +158,30 @@ class TokenNetwork(nn.Module):
         self.heads = nn.ModuleList(heads)
 
     def embeddings(self, images: Tensor) -> Tensor:
-        """Return the embeddings of images (b, 3, H, W): (b, tasks or, if `shares_token`, 1, D)."""
-        encoded = self.encoder.forward_features(images)  # (b, prefix + N, D)
+        """Return the embeddings of images, (B, T, D), or (B, 1, D) if `shares_token`."""
+        encoded = self.encoder.forward_features(images)  # (B, prefix + N, D)
         patches = encoded[:, self.encoder.num_prefix_tokens :]
         heads = self.each()[:1] if self.shares_token else self.each()
-        tokens = torch.stack([head.token for head in heads])  # (tasks, D)
+        tokens = torch.stack([head.token for head in heads])  # (T or 1, D)
         embeddings: Tensor = self.attention(tokens, patches)
         return embeddings
 
     def each(self) -> list[TokenHead]:
-        """Return the heads in order of tasks."""
+        """Return the heads in task order."""
         return [*self.heads]
 
     def logits(self, e: Tensor) -> Tensor:
-        """Return the logits (b, classes of all tasks) of embeddings (b, tasks or 1, D).
+        """Return the logits (B, classes of all tasks) of embeddings (B, T or 1, D).
 
         The layer norms of all tasks are computed with one normalisation, and the classifiers of all
         tasks with one matrix product, padded to the largest number of classes.
         """
         heads = self.each()
-        norm_weights = torch.stack([head.norm.weight for head in heads])  # (tasks, D)
-        norm_biases = torch.stack([head.norm.bias for head in heads])  # (tasks, D)
+        norm_weights = torch.stack([head.norm.weight for head in heads])  # (T, D)
+        norm_biases = torch.stack([head.norm.bias for head in heads])  # (T, D)
         e = F.layer_norm(e, e.shape[-1:], eps=heads[0].norm.eps)
         e = e * norm_weights + norm_biases
-        # (tasks, most classes, D) and (tasks, most classes)
+        # (T, max classes, D) and (T, max classes)
         weights = pad_sequence([head.weight for head in heads], batch_first=True)
         biases = pad_sequence([head.bias for head in heads], batch_first=True)
         padded = torch.einsum("btd,tkd->btk", e, weights) + biases

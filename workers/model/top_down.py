@@ -85,7 +85,7 @@ class TopDown:
 
         r_{L+1} = (s x) P,  r_l = W1_l r_{l+1},  td_l = W2_l r_l,  v_l += W_v td_l
 
-    P (D, D) is a channel transform, and W_v (A, D) the block's weight of the values. Therefore the
+    P (D, D) is a channel transform, and W_v (A, D) the value projection of a block. Therefore the
     path is one matrix per block, v_l += M_l (s x) with M_l = W_v W2_l W1_l ... W1_L P^T, and one
     matrix product gives the feedback of all blocks. Training computes M_l too: a batch has many
     more tokens than D, so products of (D, D) matrices cost little.
@@ -98,7 +98,7 @@ class TopDown:
             released code does.
 
     Raises:
-        UserError: If the values of a steered block cannot be steered.
+        UserError: If a steered block has no value layer, or the widths of their values differ.
     """
 
     def __init__(
@@ -139,10 +139,7 @@ class TopDown:
         return {"w1": shape, "w2": shape}
 
     def fresh(self) -> dict[str, Tensor]:
-        """Return initial feedback layers, with which the second pass has no feedback.
-
-        W1 = I and W2 = 0.
-        """
+        """Return initial feedback layers, W1 = I and W2 = 0, so that M_l = 0 for every block."""
         weight = next(self.backbone.parameters())
         w1 = torch.eye(self.width).to(weight).repeat(len(self), 1, 1)
         return {"w1": w1, "w2": torch.zeros_like(w1)}
@@ -185,8 +182,8 @@ class TopDown:
     def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens before the first steered block, and the source tokens of the feedback.
 
-        Both are (B, N, D). No parameter gets a gradient; an autograd graph is built only if
-        `images` requires one. The pass is the same for all tasks.
+        Both are (B, N, D). The backbone is frozen: an autograd graph is built only if `images`
+        requires a gradient. The pass is the same for all tasks.
 
         Args:
             images: Images (B, 3, H, W).
@@ -225,7 +222,7 @@ class TopDown:
         Args:
             entered: Tokens before the first steered block.
             seen: Source tokens of the feedback.
-            feedback: The result of `folded`, and `prior` xi; without it all tokens are fed back.
+            feedback: The result of `folded`, and the entry `prior` (xi) if tokens are weighted.
             stream: If given, the tokens before the first steered block and after each steered block
                 are appended.
         """

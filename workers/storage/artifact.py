@@ -9,9 +9,9 @@ Layout of one artifact, `<root>/<key>/`:
 Each attempt writes its files to a folder with a unique name, and the manifest is a single atomic
 write. So two runs that compute the same artifact at the same time never mix their files: the
 manifest names one attempt. On a disk the first manifest is kept, and the files of the other attempt
-are deleted immediately. On an object store the last manifest is kept, which is as good because both
-results are equal, and `accrete gc` deletes the files of the other attempt. S3 could keep the first
-manifest by a conditional PUT (If-None-Match), but pyarrow 25 does not offer it.
+are deleted immediately. On an object store the last manifest is kept, which is equivalent because
+both results are equal, and `accrete gc` deletes the files of the other attempt. S3 could keep the
+first manifest by a conditional PUT (If-None-Match), but pyarrow 25 does not offer it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def resolve(uri: str) -> tuple[fs.FileSystem, str]:
     URIs are `s3://`, `gs://`, `hdfs://` and `file://`; see filesystem.py.
 
     Raises:
-        UserError: If `uri` has another form, or contains a secret.
+        UserError: If a URI cannot be opened, or contains a secret.
     """
     if "://" not in uri:
         return fs.LocalFileSystem(), os.path.abspath(uri)
@@ -348,7 +348,7 @@ def delete_dir(uri: str) -> None:
     """
     system, path = resolve(uri)
     try:
-        # This listing fails for a missing folder with one request. `delete_dir` would need five.
+        # This listing fails for a missing folder with one request. `system.delete_dir` needs 5.
         system.get_file_info(fs.FileSelector(path))
         system.delete_dir(path)
     except OSError as error:
@@ -451,8 +451,8 @@ class Attempt:
     def _sweep(self, folder: str) -> None:
         """Delete other attempts, and partial files of this attempt, after the result is published.
 
-        Another attempt that still runs is not needed, because its `commit` would find the manifest
-        and discard it. This attempt can have a partial file if ingest continued a killed attempt.
+        Another attempt that still runs is not needed: its `commit` would find the manifest and
+        discard the attempt. This attempt can have a partial file if ingest continued a killed one.
         """
         for entry in os.scandir(folder):
             if entry.is_dir(follow_symlinks=False) and entry.name != self.name:
@@ -485,9 +485,9 @@ def compute_sha256(manifest: Mapping[str, Any]) -> str:
 def compute_content_digest(manifest: Mapping[str, Any]) -> str:
     """Return the digest of the content of a result, which does not depend on measured times.
 
-    The digest covers the images of an ingest, the numbers of an evaluation, or the states of
-    training. It is "" for other results. All results of one key have the same digest, unless their
-    inputs or the machine differ.
+    The digest covers the images of an ingest, the numbers of an evaluation, or the files of states
+    and weights. It is "" for other results. All results of one key have the same digest, unless
+    their inputs or the machine differ.
     """
     content = manifest.get("content")
     if isinstance(content, str):
@@ -522,7 +522,7 @@ def cache_artifacts(root: str, keys: Iterable[str]) -> Iterator[dict[str, str]]:
 
 
 def has_only_own_files(manifest: Mapping[str, Any]) -> bool:
-    """Return whether all file names of a manifest are valid paths inside the attempt's folder.
+    """Return whether the files of a manifest have sizes, digests, and paths in its attempt folder.
 
     This check is needed because anyone can write a manifest with a correct digest.
     """
@@ -671,8 +671,8 @@ class Artifact:
 def withdraw(root: str, key: str) -> None:
     """Rename the manifest of a damaged artifact, so that its stage runs again.
 
-    The files are kept until `accrete gc`, because most may be intact, and the inputs from
-    which they were made may no longer exist.
+    The files are kept at least until the next result, because most may be intact, and the inputs
+    from which they were made may no longer exist.
     """
     system, path = resolve(join(root, key, MANIFEST))
     if system.get_file_info(path).type == fs.FileType.File:

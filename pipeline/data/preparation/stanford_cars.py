@@ -1,8 +1,8 @@
 """Stanford Cars: images with annotations in .mat files, in one of two forms.
 
-The first form has a folder and a file for each split, with the labels of test in a separate file;
-the second has one folder and one file. In boxes, pixels are numbered from 1, and the right and
-bottom pixels belong to the box.
+The first form has an image folder and an annotation file for each split, and a file of class names;
+the second has one folder and one file. Boxes count pixels from 1 and include the right and bottom
+pixels.
 """
 
 from __future__ import annotations

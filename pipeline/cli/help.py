@@ -66,7 +66,7 @@ EXAMPLES: Mapping[str, str] = {
     "shards": "shards digits --split train",
     "runs": "runs --storage storage",
     "status": "status demo --watch",
-    "logs": "logs demo meat/digits-01/train",
+    "logs": "logs demo meat/digits-45/train",
     "methods": "methods meat",
     "schema": "schema config > config.schema.json",
     "report": "report configs/demo.yaml",

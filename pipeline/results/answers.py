@@ -41,17 +41,17 @@ class RightAnswers:
 
 @dataclass(frozen=True)
 class Stratum:
-    """A stratum of the bootstrap: test images that belong to one task in each replica.
+    """A stratum of the bootstrap: test images that belong to the same tasks in each replica.
 
     Each draw resamples the images within a stratum, so the number of images of a task is constant.
 
     Attributes:
-        rows: Replica -> index of the task in the stream of this replica, and positions (images,) of
-            the images in the arrays of the task.
+        rows: (replica, index of a task in its stream) -> positions (images,) of the images in the
+            arrays of the task.
         counts: How often each image is in each draw, (images, draws).
     """
 
-    rows: Mapping[str, tuple[int, NDArray[np.int64]]]
+    rows: Mapping[tuple[str, int], NDArray[np.int64]]
     counts: NDArray[np.uint8]
 
 
@@ -119,20 +119,18 @@ def find_strata(
         rng: Random generator of the draws.
         draws: Number of draws.
     """
-    tasks_of: dict[ImageId, dict[str, tuple[int, int]]] = {}
+    # image -> (replica, index of a task) -> position in the task
+    rows_of: dict[ImageId, dict[tuple[str, int], int]] = {}
     for replica, tasks in images.items():
         for index, task_images in enumerate(tasks):
             for row, image in enumerate(task_images):
-                tasks_of.setdefault(image, {})[replica] = (index, row)
-    groups: dict[tuple[tuple[str, int], ...], list[dict[str, tuple[int, int]]]] = {}
-    for rows_by_replica in tasks_of.values():
-        group = tuple((replica, index) for replica, (index, _) in rows_by_replica.items())
-        groups.setdefault(group, []).append(rows_by_replica)
+                rows_of.setdefault(image, {})[replica, index] = row
+    groups: dict[tuple[tuple[str, int], ...], list[dict[tuple[str, int], int]]] = {}
+    for rows_by_task in rows_of.values():
+        groups.setdefault(tuple(rows_by_task), []).append(rows_by_task)
     strata = []
     for group, members in groups.items():
-        rows = {}
-        for replica, index in group:
-            rows[replica] = (index, np.array([member[replica][1] for member in members]))
+        rows = {task: np.array([member[task] for member in members]) for task in group}
         strata.append(Stratum(rows, intervals.draw_counts(len(members), rng, draws)))
     return strata
 
@@ -152,11 +150,11 @@ def compute_drawn_rates(answers: RightAnswers, replica: str, strata: Sequence[St
     draws = strata[0].counts.shape[1]
     hits = np.zeros((draws, size, size))
     for stratum in strata:
-        if replica not in stratum.rows:
-            continue
-        task, rows = stratum.rows[replica]
-        right = np.array([answers.right[t, task][rows] for t in range(task, size)], np.float32)
-        hits[:, task:, task] += (right @ stratum.counts.astype(np.float32)).T
+        for (name, task), rows in stratum.rows.items():
+            if name == replica:
+                right = [answers.right[t, task][rows] for t in range(task, size)]
+                counts = stratum.counts.astype(np.float32)
+                hits[:, task:, task] += (np.array(right, np.float32) @ counts).T
     # Each stratum is drawn at its own size, so a task has the same number of images in every draw.
     totals = np.array([len(task_images) for task_images in answers.images], float)
     rates: Array = hits / totals

@@ -78,10 +78,20 @@ def test_strata_group_images_by_task_in_every_class_order() -> None:
     apart = find_strata({"first": first, "third": third}, rng, 50)
     assert [len(stratum.counts) for stratum in apart] == [10, 10, 10, 10]
     for stratum in together:
-        task, rows = stratum.rows["second"]
-        task_of_first, rows_of_first = stratum.rows["first"]
-        chosen = [second[task][row] for row in rows]
-        assert chosen == [first[task_of_first][row] for row in rows_of_first]
+        parts = {"first": first, "second": second}
+        chosen = [
+            [parts[replica][task][row] for row in rows]
+            for (replica, task), rows in stratum.rows.items()
+        ]
+        assert chosen[0] == chosen[1]
+
+
+def test_images_of_two_tasks_count_in_both() -> None:
+    images = [[("a", str(i)) for i in range(100)], [("a", str(i)) for i in range(50, 150)]]
+    right = np.ones(100, bool)
+    methods = {"m": {"0": RightAnswers({(0, 0): right, (1, 0): right, (1, 1): right}, images)}}
+    drawn = draw_metrics(methods)["m"]
+    assert (drawn["average_accuracy"] == 1).all()
 
 
 def test_batched_metrics_equal_metrics_of_each_matrix() -> None:

@@ -444,6 +444,8 @@ def test_pipe_urls_and_compressed_shards_are_refused(shards: Any, says: str) -> 
     [
         ("b-{0..99999999999}.tar", "are more than 200000"),
         ("b-{0..999}{0..999}.tar", "are more than 200000"),
+        ("b-{0..99999999999999999999999}.tar", "are more than 200000"),
+        ("b-{0..3000000..10}.tar", "are more than 200000"),
         ("b-{0..9.tar", "cannot be expanded"),
         (["a.tar", "a.tar"], "is listed twice"),
     ],
@@ -453,6 +455,11 @@ def test_invalid_braces_and_duplicate_shards_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=says):
         run(card_of(tmp_path, {"train": shards}), tmp_path / "store")
+
+
+def test_braces_with_a_step_count_their_results() -> None:
+    urls = in_place.expand_patterns(("b-{0..3000000..100}.tar",))
+    assert (len(urls), urls[-1]) == (30_001, "b-3000000.tar")
 
 
 @pytest.mark.parametrize("form", ["folder", "csv", "parquet", "tar", "webdataset"])

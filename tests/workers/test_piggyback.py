@@ -365,6 +365,7 @@ def test_compatible_settings_are_accepted() -> None:
         ({}, {}),
         ({"mask_lr": 1e-4, "scale_gradients": "layer"}, {"optimizer": "sgd"}),
         ({"init": "weights", "start": 1e-4}, {}),
+        ({"ternary": True, "start": 2e-2}, {}),
     ):
         Piggyback.validate(
             PiggybackSettings(**settings), TrainSettings(**train), DataSettings(), "task"

@@ -24,8 +24,9 @@ SHARDS = "shards.parquet"
 SCHEMA = pa.schema([("shard", pa.string()), ("bytes", pa.int64()), ("sha256", pa.string())])
 MAX_SHARDS = 200_000  # maximum number of shards in a split
 MAX_BRACES = 50  # maximum number of opening braces in a pattern; they can be nested
-# {FIRST..LAST} or {FIRST..LAST..STEP}
-RANGE = re.compile(r"\{(-?\d{1,19})\.\.(-?\d{1,19})(?:\.\.-?\d{1,19})?\}")
+# {FIRST..LAST} or {FIRST..LAST..STEP}. Python refuses to convert more than 4300 digits.
+NUMBER = r"(-?\d{1,4300})"
+RANGE = re.compile(rf"\{{{NUMBER}\.\.{NUMBER}(?:\.\.{NUMBER})?\}}")
 
 
 def expand_patterns(patterns: tuple[str, ...]) -> list[str]:
@@ -44,8 +45,8 @@ def expand_patterns(patterns: tuple[str, ...]) -> list[str]:
                 "shard-{000000..000099}.tar, and a brace of a name as \\{"
             )
         # Checked first, because `braceexpand` builds the complete list of each range.
-        for first, last in RANGE.findall(pattern):
-            if abs(int(last) - int(first)) >= MAX_SHARDS:
+        for first, last, step in RANGE.findall(pattern):
+            if abs(int(last) - int(first)) // max(1, abs(int(step or 1))) >= MAX_SHARDS:
                 raise _too_many(pattern)
         try:
             urls += islice(braceexpand(pattern), MAX_SHARDS + 1)

@@ -78,7 +78,7 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
         cls, settings: PiggybackSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         super().validate(settings, train, data, scenario)
-        is_scaled = settings.mask_lr == "auto" and settings.init == "ones"
+        is_scaled = settings.mask_lr == "auto" and settings.init == "ones" and not settings.ternary
         for name in sorted({"start", "theta"} & settings.model_fields_set):
             # The rate is proportional to start - theta, so that a binary mask depends on neither.
             if is_scaled:

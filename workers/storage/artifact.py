@@ -324,6 +324,8 @@ def link_file(source: str, target: str) -> None:
     system, source_path = resolve(source)
     _, target_path = resolve(target)
     size = system.get_file_info(source_path).size
+    if size is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source_path)
     if system.get_file_info(target_path).size == size:
         return
     if not isinstance(system, fs.LocalFileSystem):

@@ -145,17 +145,19 @@ class Experiment:
         """Forecast the memory of a training step of each method, like `plan --memory`.
 
         Returns:
-            A row for each training step of each method on its first task, on one rank. Columns:
-            `label`, `step`, `batch_size` (images of a micro-batch), `trained_parameters`,
-            `weight_bytes` (before the first step), `peak_bytes`, `flops` (of one step) and
-            `reason`. If a dry run fails, the last column says why, and the numbers are NaN.
+            A row for each training step of each method, on one rank, as on a first task. Columns:
+            `label` (of the method, or `backbone`), `step`, `task`, `batch_size` (images of a
+            micro-batch), `trained_parameters`, `weight_bytes` (before the first step),
+            `peak_bytes`, `flops` (of one step) and `reason`. If a dry run fails, the last column
+            says why, and the numbers are NaN.
         """
         from pipeline.app import runs as app
+        from pipeline.launch.step_memory import StepMemory
         from pipeline.results.data_frame import data_frame
 
         with self._in_folder():
             steps = app.plan(self._prepare(with_jobs=True)).forecast_memory()
-        return data_frame([step._asdict() for step in steps])
+        return data_frame([step._asdict() for step in steps], StepMemory._fields)
 
     def picture(self, of: Literal["plan", "status"] = "plan") -> str:
         """Return a drawing of the graph as SVG text.

@@ -120,7 +120,7 @@ class RunPlan:
         return cost.forecast(run.graph, run.config, run.store, todo, run.tasks, calibrate)
 
     def forecast_memory(self) -> list[StepMemory]:
-        """Forecast the memory of a training step of each method, on its first task."""
+        """Forecast the memory of a training step of each method."""
         from pipeline.launch import step_memory  # keeps the start-up fast: imports torch
         from pipeline.launch.training_plan import compute_expected_lengths
 

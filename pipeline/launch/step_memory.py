@@ -37,6 +37,8 @@ from workers.rng import StepRng
 
 STEPS = 100  # assumed number of optimizer steps of a stage
 NEEDS_IMAGES = "it reads images before its first step, and a dry run has none"
+NEEDS_TASKS = "it runs from the second task on, and needs the results of the first"
+MAX_READS = 10_000  # of values by the host in a dry run, which may otherwise repeat a loop forever
 SAMPLES = 20  # assumed number of images of each class, if a method asks for their keys
 
 
@@ -44,20 +46,23 @@ class StepMemory(NamedTuple):
     """Memory and work of a training step of one rank.
 
     Attributes:
-        label: Label of the method.
+        label: Label of the method; `backbone` for the training of the backbone on a base task.
         step: Name of the step.
+        task: Name of the task: of those with the largest batch, the first.
         batch_size: Number of images in a micro-batch of one rank.
         trained_parameters: Number of parameters that the optimizer changes.
         weight_bytes: Bytes of the backbone and of all tensors of the method before its first step.
             NaN if the dry run failed.
         peak_bytes: Largest number of bytes of live tensors in the second step, in which the
             optimizer has its state. NaN if the dry run failed.
-        flops: Floating-point operations of a step; NaN if the dry run failed.
+        flops: Floating-point operations of a step, all micro-batches together. NaN if the dry run
+            failed.
         reason: Why the dry run failed; empty otherwise.
     """
 
     label: str
     step: str
+    task: str
     batch_size: int
     trained_parameters: int = 0
     weight_bytes: float = math.nan
@@ -79,6 +84,7 @@ class LiveBytes(torch_internals.DispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.converter: Any = None
+        self.num_reads = 0
         self.live = 0
         self.peak = 0
         self.sizes: dict[int, int] = {}  # address of a storage -> its bytes
@@ -103,6 +109,9 @@ class LiveBytes(torch_internals.DispatchMode):
         converted_inputs = []  # keeps them alive during the operation
         if self.converter is not None:
             if func.overloadpacket.__name__ == "_local_scalar_dense":  # the host reads a value
+                self.num_reads += 1
+                if self.num_reads > MAX_READS:
+                    raise RuntimeError(f"the host reads more than {MAX_READS} values in a step")
                 return _make_value(args[0].dtype)
             for tensor in list_tensors([args, kwargs]):
                 converted = self.converter.from_tensor(tensor)
@@ -144,9 +153,10 @@ class ReadsZeros(TorchFunctionMode):
 
 
 def forecast_memory(graph: Graph, ranks: int, batch_sizes: Mapping[str, int]) -> list[StepMemory]:
-    """Forecast the memory of a training step of each method, on its first task.
+    """Forecast the memory of a training step of each method, and of the backbone on a base task.
 
-    This takes about 4 s for each method with a ViT-Ti, and 10 s with a ViT-L.
+    Of the tasks, the first one with the largest batch is taken. A dry run takes about 4 s with a
+    ViT-Ti, and 10 s with a ViT-L.
 
     Args:
         graph: The graph of a run, with jobs.
@@ -157,23 +167,28 @@ def forecast_memory(graph: Graph, ranks: int, batch_sizes: Mapping[str, int]) ->
     Returns:
         An entry for each training step of the methods. A method that trains nothing has no entry.
     """
-    measured: dict[tuple[str, str], StepMemory] = {}
+    largest: dict[tuple[str, str], tuple[int, StageJob]] = {}
     for stage in graph:
         job = stage.job
-        if not isinstance(job, StageJob) or not stage.method or not trains(job):
+        if not isinstance(job, StageJob) or not trains(job):
             continue
-        if (stage.method, stage.step) not in measured:
-            batch_size = batch_sizes.get(stage.id, job.train.batch_size)
-            images = math.ceil(batch_size / (ranks * job.train.accumulate))
-            result = measure_step(job, images)
-            measured[stage.method, stage.step] = result._replace(label=stage.method)
-    return [*measured.values()]
+        batch_size = batch_sizes.get(stage.id, job.train.batch_size)
+        images = math.ceil(batch_size / (ranks * job.train.accumulate))
+        key = (stage.method or "backbone", stage.step)
+        if key not in largest or images > largest[key][0]:
+            largest[key] = (images, job)
+    return [
+        measure_step(job, images)._replace(label=label)
+        for (label, _), (images, job) in largest.items()
+    ]
 
 
 def trains(job: StageJob) -> bool:
     """Return whether the stage has optimizer steps on images."""
-    if job.task is None or job.features or not job.train.epochs:
+    if job.task is None or job.features or not job.train.epochs or not job.method:
         return False
+    if job.step == "backbone":
+        return not job.task.has_own_head
     return any(step.name == job.step and step.trains for step in load_method(job).steps)
 
 
@@ -185,10 +200,13 @@ def measure_step(job: StageJob, batch_size: int, has_values: bool = False) -> St
 
     Args:
         job: The stage. Its results need not exist.
-        batch_size: Number of images in the batch.
+        batch_size: Number of images in a micro-batch.
         has_values: Whether to compute the step. False: a dry run.
     """
-    result = StepMemory(job.method, job.step, batch_size)
+    assert job.task is not None
+    result = StepMemory(job.method, job.step, job.task.name, batch_size)
+    if any(step.name == job.step and step.later for step in load_method(job).steps):
+        return result._replace(reason=NEEDS_TASKS)
     try:
         with torch.random.fork_rng(devices=[]):
             return _measure_step(job, result, has_values)
@@ -234,7 +252,9 @@ def _measure_step(job: StageJob, result: StepMemory, has_values: bool) -> StepMe
     group = dist.Group()
     size = job.backbone_settings.img_size
     counter = FlopCounterMode(display=False)
-    with inside, ReadsZeros(), memory:
+    # From the second micro-batch on, gradients are alive in the forward pass.
+    num_batches = min(train.accumulate, 2)
+    with inside, ReadsZeros(), memory, loop.cast_frozen_layers(job, method):
         for number in range(2):
             memory.peak = memory.live
             indices = torch.arange(batch_size)
@@ -243,24 +263,25 @@ def _measure_step(job: StageJob, result: StepMemory, has_values: bool) -> StepMe
                 torch.zeros_like(indices),
                 torch.zeros_like(indices),
                 StepRng(job.seed, 0, number, indices, batch_size, accelerator.CPU, batch_size),
+                weight=1 / num_batches,
                 counts=(batch_size,),
             )
             progress = Progress(0, number, train.epochs, STEPS)
             # The counter keeps activations alive, so the second step runs without it.
             with counter if number == 0 else nullcontext():
-                loop.train_step(method, optimizer, [batch], progress, job, group)
+                loop.train_step(method, optimizer, [batch] * num_batches, progress, job, group)
             if number == 0:
                 gc.collect()
     return result._replace(
         trained_parameters=sum(p.numel() for p in loop.list_parameters(optimizer)),
         weight_bytes=weight_bytes,
         peak_bytes=memory.peak,
-        flops=counter.get_total_flops(),
+        flops=counter.get_total_flops() * train.accumulate / num_batches,
     )
 
 
 def make_backbone(job: StageJob) -> nn.Module:
-    """Return the backbone of a stage with uniform random weights, faster than the first weights."""
+    """Return the backbone of a stage with uniform random weights, which are fast to draw."""
     backbone = vit.outline(job.backbone_settings).to_empty(device="cpu")
     with torch.no_grad():
         for parameter in backbone.parameters():
@@ -281,20 +302,22 @@ def format_memory(steps: list[StepMemory]) -> str:
         return "memory: no method trains"
     head = ["memory of a step", "images", "trained parameters", "weights", "peak", "GFLOP"]
     rows = []
+    reasons = []
     for one in steps:
-        label = one.label if one.step == "train" else f"{one.label}/{one.step}"
+        label = one.label if one.step in ("train", "backbone") else f"{one.label}/{one.step}"
         numbers = [label, str(one.batch_size)]
         if one.reason:
             rows.append([*numbers, "-", "-", "not known", "-"])
+            reasons.append(f"not known: {label}: {one.reason}")
             continue
         sizes = [format_bytes(one.weight_bytes), format_bytes(one.peak_bytes)]
-        flops = f"{one.flops / 1e9:,.0f}"
+        flops = f"{one.flops / 1e9:,.{0 if one.flops > 1e10 else 2}f}"
         rows.append([*numbers, f"{one.trained_parameters:,}", *sizes, flops])
     lines = [
         table_text(head, rows, left=["memory of a step"]),
         "",
-        "peak: most bytes of live tensors in a step of one rank on the first task; later tasks can "
-        "can add a teacher, parts of a network and exemplars, and a GPU adds its own buffers",
+        "peak: most bytes of live tensors in a step of one rank on a first task; later tasks can "
+        "add a teacher, parts of a network and exemplars, and a GPU adds its own buffers",
+        *reasons,
     ]
-    lines += [f"not known: {one.label}: {one.reason}" for one in steps if one.reason]
     return "\n".join(lines)

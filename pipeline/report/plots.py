@@ -101,9 +101,7 @@ def style_axes(
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(labelsize=8.5, colors=INK, length=2.5)
-    # Without `y`, matplotlib would measure all ticks to place the title, which takes a tenth of the
-    # time of a picture.
-    axes.set_title(title, fontsize=10.5, loc="left", color=INK, fontweight="bold", y=1.0)
+    axes.set_title(title, fontsize=10.5, loc="left", color=INK, fontweight="bold")
     axes.set_xlabel(x, fontsize=9, color=INK)
     axes.set_ylabel(y, fontsize=9, color=INK)
     if grid:
@@ -295,11 +293,12 @@ def _fill_matrix_cell(axes: Axes, matrix: Matrix, t: int, i: int) -> None:
     """Write an accuracy into a cell, or hatch the cell if the accuracy is missing."""
     source = matrix.source[t, i]
     rate = float(matrix.rates[t, i])
-    corner = (i - 0.47, t - 0.47)
-    if source == "missing":
-        style: dict[str, Any] = {"facecolor": "white", "edgecolor": FAINT, "hatch": "////"}
-        axes.add_patch(Rectangle(corner, 0.94, 0.94, linewidth=0, **style))
-    elif not math.isnan(rate):
+    if math.isnan(rate):
+        style: dict[str, Any] = {"facecolor": "white", "edgecolor": FAINT}
+        if source == "missing":
+            style["hatch"] = "////"
+        axes.add_patch(Rectangle((i - 0.5, t - 0.5), 1, 1, linewidth=0, **style))
+    else:
         style = {"fontweight": "bold", "alpha": 1.0}
         if source != "measured":
             style = {"fontweight": "normal", "alpha": 0.8}

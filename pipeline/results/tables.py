@@ -98,7 +98,7 @@ class Matrix:
     @property
     def test_images(self) -> list[int | None]:
         """Number of test images of each task; None for an unmeasured task."""
-        return [_whole(float(np.nan_to_num(c, nan=-1.0).max())) for c in self.total.T]
+        return [_whole(float(np.fmax.reduce(column))) for column in self.total.T]
 
     @cached_property
     def rates(self) -> NDArray[np.float64]:
@@ -408,7 +408,7 @@ class RunTables:
             artifact = self.artifacts.get(f"{label}/{task}/train")
             length = (artifact.manifest.get("length") if artifact else None) or {}
             sizes = self._task_sizes(label, task)
-            has_stages = bool(self.stages(label, task))
+            steps = [stage["step"] for stage in self.stages(label, task)]
             learned.append(
                 LearnedTask(
                     label,
@@ -420,8 +420,9 @@ class RunTables:
                     has_rate,
                     length.get("steps", 0),
                     # unknown without stages or sizes, as in imported results: assume training
-                    is_trained=not has_stages or sizes is None or bool(sizes.trained_parameters),
-                    is_pretrained=has_pretrained and self.task(task)["role"] == "base",
+                    is_trained=not steps or sizes is None or bool(sizes.trained_parameters),
+                    # the method uses the classifier in the backbone's weights
+                    is_pretrained=has_pretrained and steps == ["backbone"],
                 )
             )
         return learned

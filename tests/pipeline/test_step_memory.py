@@ -16,9 +16,12 @@ from pipeline.graph.build import build_graph
 from pipeline.graph.store import Store
 from pipeline.launch import step_memory
 from pipeline.launch.step_memory import LiveBytes, StepMemory
+from pipeline.testing.lab import Lab, Run
 from tests import small_run
+from workers import loop
 from workers.job import StageJob
 from workers.methods import METHODS
+from workers.storage.artifact import Artifact
 
 TRAINED = sorted(name for name, cls in METHODS.items() if cls.has_training())
 # Methods that read images in `begin`, by scenario.
@@ -47,6 +50,25 @@ def forecast(graph: Any, ranks: int = 1, sizes: Mapping[str, int] | None = None)
     for one in step_memory.forecast_memory(graph, ranks, sizes or {}):
         steps.setdefault(one.label, one)
     return steps
+
+
+def measure_training(run: Run, job: StageJob) -> float:
+    """Run a stage; return the peak of live tensors in its optimizer steps after the first one."""
+    run.prepare(job)
+    memory = LiveBytes()
+    peaks: list[int] = []
+    step = loop.train_step
+
+    def measured_step(*arguments: Any, **options: Any) -> Any:
+        memory.peak = memory.live
+        result = step(*arguments, **options)
+        peaks.append(memory.peak)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch, memory:
+        patch.setattr(loop, "train_step", measured_step)
+        run.lab.stage(job)
+    return max(peaks[1:])
 
 
 def check_equal(graph: Any, predicted: dict[str, StepMemory], scenario: str) -> None:
@@ -115,6 +137,79 @@ def test_dry_run_of_every_method_has_the_memory_of_its_step(scenario: str, tmp_p
     check_equal(graph, forecast(graph), scenario)
 
 
+@pytest.mark.parametrize(
+    ("method", "train", "data"),
+    [
+        ("finetune", {"batch_size": 8}, {}),
+        ("finetune", {"batch_size": 16, "accumulate": 4}, {}),
+        ("linear", {"batch_size": 8, "precision": "bf16"}, {"flip": 0.5}),
+        ("lora", {"batch_size": 8, "precision": "bf16"}, {"flip": 0.5}),
+    ],
+)
+def test_dry_run_has_the_memory_of_the_training(
+    method: str, train: dict[str, Any], data: dict[str, Any], lab: Lab
+) -> None:
+    options = {"patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 2}
+    backbone = {"img_size": 16, "crop_pct": 1.0, "options": options}
+    run = lab.run_of(method, {"epochs": 1, **train}, data=data, backbone=backbone)
+    (job,) = run.stages(0)
+    images = train["batch_size"] // train.get("accumulate", 1)
+    predicted = step_memory.measure_step(job, images)
+    assert not predicted.reason
+    measured = measure_training(run, job)
+    assert job.backbone is not None
+    kept = Artifact.need(job.root, job.backbone).manifest["bytes"]  # a copy on the CPU, see restore
+    assert 0.95 < predicted.peak_bytes / (measured - kept) < 1.2
+
+
+def test_micro_batches_keep_gradients_and_count_as_one_step(graph: Any) -> None:
+    job = next(s.job for s in graph if s.method == "finetune" and step_memory.trains(s.job))
+    one = step_memory.measure_step(job, 4)
+    train = job.train.model_copy(update={"accumulate": 4})
+    four = step_memory.measure_step(replace(job, train=train), 4)
+    assert four.flops == 4 * one.flops
+    assert four.peak_bytes > one.peak_bytes
+
+
+def test_task_with_the_largest_batch_is_forecast(graph: Any) -> None:
+    sizes = {"finetune/a/train": 2, "finetune/b/train": 8}
+    chosen = forecast(graph, 1, sizes)["finetune"]
+    assert (chosen.task, chosen.batch_size) == ("b", 8)
+    assert forecast(graph)["finetune"].task == "a"
+
+
+def test_steps_of_later_tasks_are_not_forecast(tmp_path: Path) -> None:
+    steps = step_memory.forecast_memory(plan(tmp_path, ["foster"], "class"), 1, {})
+    assert [(one.step, one.reason) for one in steps] == [
+        ("train", ""),
+        ("compress", step_memory.NEEDS_TASKS),
+    ]
+    assert f"not known: foster/compress: {step_memory.NEEDS_TASKS}" in (
+        step_memory.format_memory(steps)
+    )
+
+
+def test_training_of_the_backbone_is_forecast(tmp_path: Path) -> None:
+    body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, ("a", "b")), ["ncm"])
+    body["stream"]["tasks"][0]["role"] = "base"
+    checked = config.check(body, "a config")
+    steps = forecast(build_graph(checked, Store(checked.storage))[0])
+    assert steps.keys() == {"backbone"}
+    assert steps["backbone"].trained_parameters > 10_000
+
+
+def test_endless_reads_of_a_method_end_the_dry_run(
+    graph: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(method: Any, progress: Any) -> None:
+        while not bool(torch.ones(1).all()):
+            pass
+
+    monkeypatch.setattr(METHODS["finetune"], "after_step", wait)
+    job = next(s.job for s in graph if s.method == "finetune" and step_memory.trains(s.job))
+    assert "more than 10000 values" in step_memory.measure_step(job, 4).reason
+
+
 def test_memory_contains_weights_gradients_and_moments(steps: dict[str, StepMemory]) -> None:
     full, head = steps["finetune"], steps["linear"]
     assert full.weight_bytes >= 4 * full.trained_parameters
@@ -127,7 +222,7 @@ def test_batch_size_and_precision_change_the_memory(
     graph: Any, steps: dict[str, StepMemory]
 ) -> None:
     assert (steps["finetune"].batch_size, steps["in_parts"].batch_size) == (16, 4)
-    shared = forecast(graph, 3, {"finetune/a/train": 10})
+    shared = forecast(graph, 3, {"finetune/a/train": 10, "finetune/b/train": 10})
     assert (shared["finetune"].batch_size, shared["in_parts"].batch_size) == (4, 2)
     assert shared["finetune"].peak_bytes < steps["finetune"].peak_bytes
     assert steps["in_parts"].peak_bytes < steps["finetune"].peak_bytes

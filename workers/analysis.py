@@ -181,9 +181,10 @@ def pixels(images: Tensor, backbone: BackboneSettings) -> Tensor:
 
 
 def logits_with_task(method: Method, images: Tensor, task: str) -> Tensor:
-    """Return the logits of the classes of `task`.
+    """Return the logits of images of `task`, with the task given.
 
-    A method that infers the task (`InfersTask`) computes them as if it had inferred `task`.
+    A method that infers the task (`InfersTask`) computes them as if it had inferred `task`. Then
+    they can also have columns of other tasks.
     """
     if isinstance(method, InfersTask):
         for choice, tasks in enumerate(method.candidates().values()):

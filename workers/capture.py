@@ -1,14 +1,14 @@
 """Capture optimizer steps as CUDA graphs, so that a GPU repeats them without Python.
 
-This is `train.compile: step`. For small networks and batches the host is the limit of a step: it
-takes longer to launch a kernel than to run it. A CUDA graph launches all kernels of a step at once:
+This is `train.compile: step`. For small networks and batches the host is the bottleneck: it takes
+longer to launch a kernel than to run it. A CUDA graph launches all kernels of a step at once:
 forward pass, loss, backward pass, clipping and the optimizer.
 
 A captured step reads and writes the memory of the step in which it was captured. The values that
 change from step to step are copied to this memory first: the batch, its random numbers, the
-learning rates, and the numbers that a method derives from the progress (`Progress.number`). Python
-code of the method does not run again, so only methods with `MethodPlan.has_constant_step` are
-captured.
+learning rates, and the numbers that a method derives from the progress or the batch
+(`Progress.number`, `Batch.number`). Python code of the method does not run again, so only methods
+with `MethodPlan.has_constant_step` are captured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from workers.rng import StepRng
 Terms = dict[str, Tensor]
 # Computes the gradients and updates the weights: maps (micro-batches, progress) to the terms.
 Update = Callable[[list[Batch], Progress], Terms]
-# Function, tag and shape of a draw: the arguments of `StepRng.per_sample`, for example.
+# A method of `StepRng`, such as `per_sample`, and its arguments: the tag and the shape.
 Draw = tuple[str, str, tuple[int, ...]]
 # Number of steps that run normally before one is captured. They allocate the optimizer's state.
 WARM_UPS = 3
@@ -160,7 +160,7 @@ class TapedBatch(Batch):
     """A batch whose numbers are scalar tensors, written before each step.
 
     Attributes:
-        source: The batch that the step gets.
+        source: The batch from the feed, from which `numbers` are computed.
         numbers: Name -> (function of the batch, tensor).
     """
 

@@ -128,7 +128,7 @@ class GradientSum:
     Inside `overlap` a bucket is sent as soon as it has all its gradients, while the backward pass
     computes others; `finish` sends the rest and waits for all. Buckets are sent in the same order
     on all ranks, whichever fills first: from the last parameter to the first, as backward passes
-    compute them. When a bucket is sent has no effect on the sums.
+    compute them. When a bucket is sent has no effect on the sums. Use each object once.
 
     Example:
         sums = GradientSum(group, parameters)

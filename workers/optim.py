@@ -28,8 +28,8 @@ def fit_to_images(train: TrainSettings, num_images: int) -> TrainSettings:
     As long as `epochs` epochs have fewer than `min_steps` optimizer steps, the batch size is
     halved, but not below `min_batch_size` or the number of micro-batches (`accumulate`). Without
     `min_batch_size` it is not halved. If that is not enough, the number of epochs is raised.
-    `max_epochs` limits the result in any case, even if `epochs` is larger. With `min_steps: 0` the
-    settings are returned unchanged.
+    `max_epochs` limits the result, even if `epochs` is larger. With `min_steps: 0` the settings are
+    returned unchanged.
 
     Args:
         train: The settings.

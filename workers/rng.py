@@ -47,7 +47,7 @@ class StepRng:
 
     @property
     def is_full(self) -> bool:
-        """Whether the global batch is not a smaller last one."""
+        """Whether the global batch has its full size."""
         return self.batch_size in (None, self.size)
 
     @cached_property

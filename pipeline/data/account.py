@@ -26,7 +26,7 @@ from workers.errors import UserError
 
 ACCOUNT = "account.json"  # file of the ingest stage's result
 MAX_NAMED_PLACES = 5  # folders or files listed in one line
-MAX_LINES = 12  # printed kinds of used files, and printed reasons each of rejected and unread files
+MAX_LINES = 12  # printed lines each for used, rejected and unread files
 MAX_PLACE_LENGTH = 40  # characters of a folder or file name in a line
 
 
@@ -137,8 +137,7 @@ def build_account(
 
     Args:
         card: Card of the source.
-        entries: All files below the source; empty if the data comes from a
-            Python package.
+        entries: All files below the source; empty if the data comes from a Python package.
         images: Image file -> None if it is used, otherwise the reason. A row of a csv table without
             a file has an entry, too (`row N: ...`). Other files of the source have none, and the
             dict is empty if the images are inside tables, archives or a library.

@@ -11,7 +11,8 @@ NUMBER = re.compile(r"(\d+)(?=\D*$)")  # the last number in a path
 def format_braces(urls: Iterable[str]) -> list[str]:
     """Merge consecutive URLs into brace patterns, for example `train-{000000..000007}.tar`.
 
-    URLs are consecutive if they differ only in their last number, and this number increases by 1.
+    URLs are consecutive if they differ only in their last number, which increases by 1 and keeps
+    its number of digits.
     Braces and backslashes in a URL are escaped as in bash and WebDataset.
     """
     # a run of URLs: text before the number, text after the number, numbers

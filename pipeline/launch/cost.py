@@ -330,8 +330,8 @@ def count_evaluated_images(
 ) -> float | None:
     """Return the number of images of an evaluation; None if it is unknown.
 
-    An evaluation uses the test images or the validation images of all tasks so far. Validation
-    images are the validation split of the data sets, or held-out train images.
+    An evaluation uses the test images or the validation images of the tasks that it measures.
+    Validation images are the validation split of the data sets, or held-out train images.
     """
     val_fraction = inputs.get("val_fraction", 0.0)
     if inputs.get("split") != "val":
@@ -359,7 +359,7 @@ def count_divided_images(task: TaskData, images: Images) -> float:
 
 
 def list_seen_tasks(inputs: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tasks so far, in order, from the inputs of a stage's key."""
+    """Return the names of the tasks that a stage reads or measures, from the inputs of its key."""
     return [name for name, _ in inputs.get("seen", ())]
 
 

@@ -57,7 +57,7 @@ LOOK_S = 5.0  # seconds between two checks of the cluster's state
 TIME_CHECK_S = 1.0  # seconds between two checks of time limits
 WAITING_NOTE_S = 8.0  # seconds after which a group without workers is reported as waiting
 ANSWER_TIMEOUT_S = 45.0  # less than the 60 s after which Ray ends a driver without a head node
-GRACE_S = 60.0  # seconds that a preempted driver waits until its groups have saved their state
+GRACE_S = 60.0  # maximum seconds that a preempted driver waits for groups to save their state
 CLOSE_TIMEOUT_S = 10.0  # seconds to wait for groups, and then for ingest threads, in `close`
 CLOSED_S = 0.5  # seconds between two checks of an ingest thread whether the executor is closed
 INGEST_THREADS = 8  # threads of the driver; each waits for Ray tasks, which do the work
@@ -91,7 +91,8 @@ class WorkerGroup:
         task: Reference to the Ray task that runs the group's trainer.
         workers: Number of ranks.
         starts: Number of attempts to start the group since its workers were last up.
-        waiting_since: Time of the start. None once its workers are up or the wait is reported.
+        waiting_since: Time of the start, or of the loss of a node of the group. None once its
+            workers are up or the wait is reported.
         is_cancelled: Whether the driver has cancelled the task.
     """
 
@@ -230,7 +231,8 @@ class RayExecutor(Executor):
         """Return the events since the last call.
 
         Raises:
-            UserError: If Ray itself has failed.
+            UserError: If Ray itself has failed, if a group has no room or does not start, or if a
+                new node is unfit.
             Preempted: If this driver is preempted, after its groups have saved their state.
         """
         try:
@@ -317,7 +319,7 @@ class RayExecutor(Executor):
     def _sizes(self, state: ClusterState) -> dict[int, int]:
         """Return the number of workers of each group that can run now, by group number.
 
-        Until the first group is up, there are at most as many groups as unfinished stages, because
+        Until the first group is up, there are at most as many groups as outstanding stages, because
         simultaneous starts slow each other down. If `cluster.groups` is set, all groups start
         immediately: an autoscaler may have to add nodes, which takes longer.
         """

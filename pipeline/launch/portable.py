@@ -1,7 +1,7 @@
 """Write a config as files that do not depend on other files of this machine.
 
-The files contain the config with all its base configs (`extends`) and overrides, and its data
-cards. On any machine, a run of these files has the same results under the same keys.
+The files contain the config with all its base configs (`extends`) and overrides, and the data cards
+that it names by path. A run of these files has the same keys on any machine.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def listen_on_loopback() -> Iterator[None]:
 
     This is for a private cluster, which a run starts for itself on this machine. No other node
     needs its ports, and its metrics endpoints require no token, so other machines must not reach
-    them. By default, Ray also binds the rendezvous of torch.distributed to all addresses.
+    them. The exception is the rendezvous of torch.distributed, which torch binds to all addresses.
     """
     variable_before = os.environ.get(ALLOW_OTHER_NODES_VARIABLE)
     constants: Any = sys.modules.get("ray._private.ray_constants")

@@ -5,9 +5,9 @@ A pixel source (`workers/data/sources.py`) decodes images and gives their pixels
 applies them.
 
 The order is crop, flip, RandAugment, normalise, erase, mix. Every decision (crop, operation,
-partner) is drawn on the CPU for the whole global batch from (seed, epoch, step), and each rank uses
-the rows of its own samples. Therefore a sample gets the same augmentation for any number of ranks
-and on any device, and the host never waits for the accelerator to make a decision.
+mixing weight) is drawn on the CPU for the whole global batch from (seed, epoch, step), and each
+rank uses the rows of its own samples. Therefore decisions do not depend on the number of ranks or
+the device, and need not wait for it. Only the noise of erased boxes is drawn on the device.
 
 Letters in shapes: b samples of this rank, k samples with their mixing partners (see `Plan`), S side
 of the square pixels, s side of the model's input, K classes.
@@ -256,8 +256,8 @@ class Plan:
 
     Attributes:
         positions: Positions in the global batch, the b samples first, (k,), on the CPU.
-        windows: Top and left of the crop, and whether it is mirrored, (k, 3). None if the crop is
-            central, or if the pixel source cuts the crop.
+        windows: Top and left of the crop, and whether it is mirrored, (k, 3). None if all crops are
+            central and not mirrored, or if the pixel source cuts them.
         schedule: Schedule of RandAugment, or None.
         erased: Top, bottom, left and right of the erased box, and start of the noise, (k, 5). None
             without erasing.

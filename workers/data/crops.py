@@ -224,7 +224,7 @@ class Cutter:
         """
         top, left, height, width = box
         window = self.windows.get((height, width)) or self._window(height, width)
-        # a copy, because PyTorch does not accept read-only arrays, for example memory-mapped files
+        # a copy, because PyTorch does not support read-only arrays, such as memory-mapped files
         window.pixels[...] = pixels[top : top + height, left : left + width]
         resize_into(window.planes, self.planes, self.size)
         return self.crop

@@ -112,7 +112,7 @@ def open_image(
     """Open an image: read its header, but not its pixels.
 
     A small TIFF image can be a part of one huge tile, which is decoded completely. Therefore the
-    limit applies to tiles, too. If values have more than 8 bits, `info[MAXIMUM]` is set.
+    limit applies to tiles, too. `info[MAXIMUM]` is set for 16 bits, and for a PPM above 8 bits.
 
     Args:
         data: Bytes of the file.

@@ -70,8 +70,8 @@ class Feed:
     With `data.repeats` = r > 1 (repeated augmentation, as in DeiT and DyTox) an epoch has the same
     number of samples, but only about ceil(n / r) images. Each image occurs r times, and every copy
     is augmented separately. There are two differences from the sampler of DeiT and DyTox. Copies of
-    an image are on one rank, see `Deal`. And n is not rounded down to a multiple of 256, because an
-    epoch of fewer than 256 images would then have no batch.
+    an image are usually on one rank, see `Deal`. And n is not rounded down to a multiple of 256,
+    because an epoch of fewer than 256 images would then have no batch.
 
     Terms: a picture is a decoded image of any size. Pixels are crops (k, 3, S, S) of pictures.
     Images are inputs of the network, which augmentation makes from pixels.

@@ -1,4 +1,4 @@
-"""Select train images to hold out for validation, for data sets without validation images.
+"""Select train images to hold out, for data sets without validation or test images.
 
 This module does not import torch, because ingest uses it to hold out test images.
 """
@@ -64,7 +64,7 @@ def hold_out(table: pa.Table, fraction: float, rule: HoldOut = "rank") -> tuple[
     digests = pa.array([hashlib.sha256(key.encode()).hexdigest() for key in keys])
     ranked = pa.table({"digest": digests, "class": table["class"], "image": table["sha256"]})
     ranked = ranked.sort_by([(name, "ascending") for name in ranked.column_names])
-    # the first row of each image, which has its key with the lowest sha256
+    # the first row of each image: of its copies, the one whose key has the lowest sha256
     firsts = ranked.take(np.sort(np.unique(_encode(ranked["image"]), return_index=True)[1]))
     classes = _encode(firsts["class"])
     by_class = np.argsort(classes, kind="stable")

@@ -132,7 +132,7 @@ class ImageMaker:
         """Write some images of a step.
 
         Args:
-            pictures: The k pictures. Consecutive copies of an image are the same object.
+            pictures: The k pictures. The central square of a repeated object is resized once.
             images: All images of the step, (n, 3, side, side), of type `dtype`.
             slots: Index in `images` of each written image, (k,).
             crops: Random numbers of the crops. None: central squares.

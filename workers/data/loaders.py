@@ -92,7 +92,7 @@ class Loaders:
 
     Raises:
         OSError: If the system refuses memory, a file descriptor or a process.
-        LoaderEnded: From any method, after a process has exited unexpectedly.
+        LoaderEnded: From `are_ready`, `start` or `wait`, if a process has exited unexpectedly.
     """
 
     def __init__(self, count: int):
@@ -329,7 +329,7 @@ def _stop_loaders(requests: int, server: subprocess.Popen[bytes]) -> None:
 
 
 def give_back(block: OwnedBlock) -> None:
-    """Return the memory of a block to the system. Its address range is not reused."""
+    """Return the memory of a block to the system. Its pages in the file are not reused."""
     if block.owner == os.getpid():  # a forked child must not free memory of the parent
         block.memory.madvise(mmap.MADV_REMOVE)
 

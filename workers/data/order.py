@@ -6,7 +6,7 @@ repeats, the seed and the epoch. It does not depend on the location of a row's b
 Consecutive rows of a table form runs of equal length. The runs are shuffled and distributed to C
 shuffle streams, here called streams (they have nothing to do with the stream of tasks). Within a
 stream, the rows of a block of runs are shuffled. Position p of every global batch belongs to stream
-p mod C. Therefore a rank reads few long ranges of rows, and computes only the blocks that it reads.
+p mod C. Therefore a rank reads a few long ranges of rows, and computes only the blocks it reads.
 
 Letters: n rows, k rows in a run, m whole runs, C streams, B samples of a full global batch.
 """
@@ -155,7 +155,8 @@ class Deal:
         repeats: Number r of consecutive copies of an image. With r > 1, a stream of l samples has
             only its first ceil(l / r) rows, each r times, cut off after l samples. As with DeiT's
             sampler, copies of an image are in the same global batch, unless the batch ends between
-            them. Unlike with DeiT's sampler, they are on one rank, which decodes the image once.
+            them. Unlike with DeiT's sampler, they are on one rank, which decodes the image once, if
+            the number of ranks divides the number of streams.
     """
 
     def __init__(self, num_rows: int, num_bytes: int, batch_size: int, seed: int, repeats: int = 1):

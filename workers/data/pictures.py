@@ -35,7 +35,7 @@ from workers.data.reader import Reader, make_sequential_reader
 from workers.data.rows import SampleTable
 from workers.data.shared_blocks import make_memory_file
 
-CHUNK = 16  # maximum samples per job of a thread; a job costs as much as decoding a small image
+CHUNK = 16  # most samples per thread job; a job's overhead equals the decoding of a small image
 CHUNK_BYTES = 64 << 10  # approximate limit of the bytes of image files per job of a thread
 MAX_THREADS = 2  # maximum image threads of a rank; more would wait for the interpreter lock
 WAIT_S = 1.0  # seconds between two checks whether loaders have exited

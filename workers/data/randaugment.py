@@ -8,7 +8,7 @@ distribution with mean `magnitude` and standard deviation 0.5, and clipped to [0
 The host sorts the images by operation. Therefore each operation gets a slice of the batch, whose
 length is known before the device has computed anything. Lookup tables and blends give the same
 values as Pillow. There are two deviations from timm. Posterize keeps at least 1 bit; timm asks for
-0 bits at high magnitude, which Pillow 13 refuses. Affine maps are bilinear; timm draws bilinear or
+0 bits at strength 10, which Pillow 13 refuses. Affine maps are bilinear; timm draws bilinear or
 bicubic.
 
 Shapes: b images of a rank; `size` images of the global batch; S side of an image in pixels; in

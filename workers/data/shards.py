@@ -205,7 +205,7 @@ class Shards:
             size: Number of bytes.
 
         Raises:
-            DamagedArtifact: If the file no longer exists.
+            DamagedArtifact: If the file no longer exists, or is not a regular file.
             UserError: If it cannot be read.
             SourceChanged: In both cases, for a shard that is used in place.
         """

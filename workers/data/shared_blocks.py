@@ -147,7 +147,7 @@ def _images_start(num_requests: int) -> int:
 
 
 def make_memory_file() -> int:
-    """Create an anonymous file in memory and return its descriptor."""
+    """Create an anonymous file, in memory if the system can, and return its descriptor."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("images", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:

@@ -215,7 +215,8 @@ class Apd(Method[ApdSettings]):
     - v of earlier tasks is fixed, as the reference code intends but does not do.
     - Weight decay is the optimizer's, instead of an L2 term in the loss. It applies to v_t, tau_t
       and the head's weight, and at the first task also to sigma.
-    - sigma starts at W / sigmoid(v_start), so that the first task starts from the backbone.
+    - sigma starts at W / sigmoid(v_start), so that with `tau_start: zero` the first task starts
+      from the backbone.
     - `zeros: proximal` keeps an entry of tau_t at zero until its gradient exceeds lambda1. An entry
       that would change its sign stops at zero. Therefore the trained tau equals the stored tau.
     - Consolidation shares an entry only if at least two tasks of the cluster have it; sharing an
@@ -318,8 +319,8 @@ class Apd(Method[ApdSettings]):
             return []
         groups = super().begin(context)
         self.step = context.step
-        # Otherwise the stored v and copies of this task would be used instead of the trained ones,
-        # and the task would also be treated as an earlier task.
+        # If a state of this task is loaded, its v and copies would be used instead of the trained
+        # ones, and the task would count as an earlier task.
         self.loaded.pop(context.task.name, None)
         self.tau.pop(context.task.name, None)
         is_first_task = not self.sigma

@@ -34,8 +34,8 @@ state, and then `logits(images, task)`.
 
 Abilities that only some methods have are not part of the base class:
 `workers/methods/protocols.py` lists the optional protocols (rehearsal memory, several gradients in
-a step, cached features, sharpness-aware steps, inferred tasks), and `bases/class_incremental.py`
-has the output space of scenario `class`.
+a step, cached features, sharpness-aware steps, inferred tasks, shared forward passes), and
+`bases/class_incremental.py` has the output space of scenario `class`.
 
 Random numbers: the loop seeds the process's generator from (seed, task, step) before it creates the
 method. Therefore parameters drawn in the constructor or in `begin` are equal on all ranks and in
@@ -189,13 +189,14 @@ class OptimPlan:
 
 @dataclass(frozen=True)
 class StepData:
-    """Access to the images of a step; nothing is read before a method is called.
+    """Access to the images of a step, which are read on demand.
 
     `feed` and `keys` raise `LookupError` if their function is None.
 
     Attributes:
         make_feed: Maps (split, training) to a feed over the step's tasks. With split `train` the
-            feed also contains the exemplars that `RemembersSamples.memory` returned.
+            feed also contains the exemplars that `RemembersSamples.memory` returned, unless they
+            are replayed in separate batches (`ReplaysSamples`).
         task_keys: Maps a task to the keys of the train split, by class.
         has_validation: Whether the split `val` has images, from the data set or held out of train.
         load_features: Returns the features of the task's train images, sorted by key. None if the
@@ -230,7 +231,8 @@ class StepContext:
         step: Name of the step.
         scenario: `task`, `class` or `domain`.
         stream: Tasks so far in stream order, the base task first, `task` last.
-        training_tasks: Tasks with samples in the feed. `Batch.tasks` are indices into them.
+        training_tasks: Tasks with samples in the feed or its replay batches. `Batch.tasks` are
+            indices into them.
         carried: Merged carried states of the stages that this step starts from: earlier steps of
             the task (`Step.after`), or for a first step the previous task (chain) or the shared
             steps in `starts_from` (star). None if there are no such stages.
@@ -270,7 +272,7 @@ def require_adamw(mask_lr: float | str, train: TrainSettings) -> None:
 
 
 def refuse_base_task(method: str, tasks: tuple[Task, ...], reason: str) -> None:
-    """Raise `UserError` if the backbone is trained on a base task.
+    """Raise `UserError` if the stream has a base task.
 
     Args:
         method: Name of the method, for the message.
@@ -390,8 +392,8 @@ class MethodPlan(Generic[S]):
     def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
         """Return the steps of the task at `position`, which counts from 0.
 
-        Position -1 is the base task, on which the backbone was trained: most methods have no step
-        for it.
+        Position -1 is the base task, on which the backbone was trained, or the images without
+        labels (`starts_from`): most methods have no step for it.
         """
         return cls.steps if position >= 0 else ()
 
@@ -520,7 +522,7 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
     def features(self, images: Tensor) -> Tensor:
         """Return the backbone's features (b, d) of images (b, 3, H, W), with `weight_overrides`.
 
-        For a ViT these are the features of the class token after the final norm.
+        Pooling is that of the timm model: class token in a plain ViT, mean in EVA-02 and BEiT.
         """
         if self.weight_overrides:
             output: Tensor = functional_call(self.backbone, self.weight_overrides, (images,))
@@ -546,7 +548,7 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         """Change gradients before the optimizer's step, for example gate or project them."""
 
     def program(self, progress: Progress) -> Hashable:
-        """Return a value that differs between steps that run different operators.
+        """Return a value that differs between steps with different operators or constants.
 
         It is used only with `has_constant_step`.
         """
@@ -585,7 +587,10 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:
-        """Load the carried state of a chain, or of the steps of a star in `starts_from`."""
+        """Load the carried state of the newest task.
+
+        In a star it is that of the shared steps (`starts_from`), unless `trains_on` is `seen`.
+        """
         self.active_task = None
 
     def load_task(self, state: TaskState) -> None:
@@ -618,7 +623,8 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         """Return the replacements of backbone parameters for serving `task`, by name.
 
-        `task` is a loaded task, or the current one with the hard masks that would be stored.
+        `task` is a loaded task, or the task in training, served as it would be stored now (for
+        example with hard masks).
         """
         return {}
 

@@ -9,8 +9,9 @@ Code is included if it belongs to the package of the class, or to a module that 
 project, not in the standard library, and not an installed package. Other definitions are included
 by name only.
 
-Not included are comments, file names, line numbers, special attributes of classes that are not
-functions (for example `__doc__` and `__slots__`), and the text of the docstrings of functions.
+Not included are comments, file names, line numbers, attributes of an object that its `repr` does
+not show, special attributes of classes that are not functions (for example `__doc__` and
+`__slots__`), and the text of the docstrings of functions.
 Definitions inside a function are an exception: their docstrings are included. The digest also
 changes if a docstring is added to a function or removed.
 """

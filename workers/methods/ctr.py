@@ -92,8 +92,7 @@ def masked_bottleneck(
     """Return x + z2 with z1 = relu(fc1 x), z2 = relu(fc2 z1); x: (B, N, d).
 
     fc1 has the weight `down`, fc2 the weight `up`. Weights and biases are already multiplied by the
-    masks. This equals masking the outputs,
-    because m relu(v) = relu(m v) for m >= 0.
+    masks. This equals masking the outputs, because m relu(v) = relu(m v) for m >= 0.
     """
     z1 = F.linear(x, down, down_bias).relu()
     z2 = F.linear(z1, up, up_bias).relu()

@@ -62,7 +62,7 @@ class DarkReplay(Reservoir[DarkReplaySettings]):
     train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of replay")
     Settings = DarkReplaySettings
     per_task = Reservoir.per_task | {"alpha", "beta"}
-    training_only = (*Reservoir.training_only, LOGITS)  # bundles lack outputs on private images
+    training_only = (*Reservoir.training_only, LOGITS)  # bundles omit outputs on private images
     penalty_terms: ClassVar[Mapping[str, str]] = {"mse": "alpha", "replay": "beta"}
 
     def __init__(self, backbone: nn.Module, settings: DarkReplaySettings, seed: int):

@@ -67,8 +67,9 @@ class E2e(Rehearsal[E2eSettings]):
     - `herd` creates the memory for the next task: floor(M / A_t), or `per_class`, exemplars of each
       class. Exemplars of new classes are selected again, with the network after `finetune`.
 
-    `finetune` has the learning rate of `train` unless the config sets another. The paper uses a
-    tenth: `steps: {finetune: {epochs: 40, lr: 0.01}}` with `train: {epochs: 60, lr: 0.1}`.
+    By default `finetune` has a tenth of the learning rate of `train`, as in the paper. A `train.lr`
+    in the config applies to both steps unless `steps` sets another for `finetune`. The paper has
+    `steps: {finetune: {epochs: 40, lr: 0.01}}` with `train: {epochs: 60, lr: 0.1}`.
 
     The paper's loss is `kd: ce` with `over_tasks: sum`. The defaults are those of public code: the
     mean over tasks and, with `kd: bce`, over classes. Other differences from the paper: gradients
@@ -115,7 +116,7 @@ class E2e(Rehearsal[E2eSettings]):
         return groups
 
     def program(self, progress: Progress) -> int | None:
-        """Return the step if noise is added, because its deviation differs between steps."""
+        """Return the step if noise is added, because the noise's deviation depends on it."""
         return progress.global_step if self.settings.noise else None
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:

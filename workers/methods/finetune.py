@@ -58,8 +58,8 @@ class FineTune(ClassIncremental[MethodSettings]):
 def weight_groups(module: nn.Module, optim: OptimPlan) -> list[ParamGroup]:
     """Return the parameters of a module in two groups, with and without weight decay, like DeiT.
 
-    Biases, norms, class token and position embedding have no weight decay, and neither have other
-    parameters that timm exempts, for example Swin's relative positions.
+    Biases, norms, class token and position embedding have no weight decay. Neither have other
+    parameters that timm exempts (Swin's relative positions), except in a `VisionTransformer`.
     """
     decayed = []
     exempt = []

@@ -183,7 +183,7 @@ class Foster(Rehearsal[FosterSettings]):
         return self.step == "train" and self.boosted is not None
 
     def features(self, images: Tensor) -> Tensor:
-        """Return features (b, D) of images (b, 3, H, W); in step `train` (b, 2 D), old and new."""
+        """Return features (b, D) of images (b, 3, H, W); if `boosts`, (b, 2 D): old, then new."""
         if not self.boosts:
             return super().features(images)
         assert self.boosted is not None

@@ -32,7 +32,7 @@ class Gdumb(Joint):
     """L = CE on the memory alone, from the common backbone: `joint` on a part of the data.
 
     Each task trains a new network, and the newest one serves all tasks. The memory depends only on
-    the keys of all images so far. Therefore the tasks form a star: they train in parallel.
+    the seed and the keys of all images so far. So the tasks form a star: they train in parallel.
 
     Images arrive task by task, those of a task in a random order. With k classes so far, an image
     is kept if there is room or its class has fewer than memory / k images. To keep it in a full
@@ -82,7 +82,8 @@ class Gdumb(Joint):
                 keys.setdefault(arrivals[-1], []).append((task.name, key))
         memory: dict[str, list[str]] = {}
         for label, count in count_balanced(arrivals, self.settings.memory).items():
-            # Images of a class come in random order: the first ones are a random choice.
+            # The images of a class in one task are in random order, so its first ones are a random
+            # choice. A class that several slices share keeps images of the earliest slices.
             for task_name, key in keys[label][:count]:
                 memory.setdefault(task_name, []).append(key)
         return memory

@@ -42,9 +42,9 @@ class Gem(Reservoir[GemSettings]):
     the exemplars of earlier task k. If G g >= 0, g is unchanged. Otherwise v minimises v^T (G G^T +
     eps I) v / 2 + (G g)^T v with v >= gamma. This quadratic programme has a variable for each
     earlier task; it is solved in fp64 on the CPU. Each row of G has an entry for every trained
-    weight, so the method suits small networks and short streams. A step costs in addition a forward
-    and a backward pass of all replayed exemplars. As with `agem`, only plain SGD keeps the
-    projected direction.
+    weight, so the method suits small networks and short streams. Each step also needs a forward and
+    a backward pass of all replayed exemplars. As with `agem`, only plain SGD keeps the projected
+    direction.
 
     Differences from the paper: the memory is a reservoir over all images; the paper keeps the last
     images of each task. eps is relative to the largest squared norm of a row of G, so that the
@@ -99,8 +99,8 @@ def project(gradient: Tensor, references: Tensor, gamma: float, eps: float) -> T
 def solve_dual(gram: Tensor, linear: Tensor, gamma: float, eps: float) -> Tensor:
     """Return v >= gamma that minimises v^T (gram + eps I) v / 2 + linear^T v.
 
-    The active-set method of Lawson and Hanson (1974) for u = v - gamma >= 0. A free variable is
-    above its bound; the others are at the bound.
+    It uses the active-set method of Lawson and Hanson (1974) for u = v - gamma >= 0. A free
+    variable is above its bound; the others are at the bound.
 
     Args:
         gram: Positive semidefinite, (K, K), fp64.

@@ -292,8 +292,8 @@ class Hat(Method[S]):
     def measure_relative_price(self) -> Tensor:
         """Return the root mean square of dCE / da in this step, times the number of free units.
 
-        With this price and c = 1, the gradient of R with respect to a mask value has the typical
-        size of the gradient of the cross entropy. Units with a zero gradient are ignored. If all
+        With c = 1, the gradient of price * R with respect to a mask value then has the typical size
+        of the gradient of the cross entropy. Units with a zero gradient are ignored. If all
         gradients are zero, the price is unchanged.
         """
         slope = self.mask.slope(self.scale)  # (units,) d(loss) / d(e) = slope * d(loss) / d(a)
@@ -338,9 +338,8 @@ class Hat(Method[S]):
     def finish(self) -> tuple[TaskState, Carried]:
         task_mask = self.mask.hard()
         weights = {}
-        for name in spread_unit_values(
-            self.backbone, self.by_site(task_mask)
-        ):  # all weights with units
+        # all weights and biases with entries of units
+        for name in spread_unit_values(self.backbone, self.by_site(task_mask)):
             weights[name] = self.shared[name].detach().clone()
         state = self.state(
             masks={site: m.clone() for site, m in self.by_site(task_mask.cpu()).items()},
@@ -476,10 +475,10 @@ class AdaHat(Hat[AdaHatSettings]):
 
 
 def find_affine_names(backbone: Any) -> list[str]:
-    """Return the names of the parameters that belong to no unit and are shared by all units.
+    """Return the names of the parameters that each task copies with `per_task_affine`.
 
-    These are the class token, norms, biases of proj and fc2, and the parameters of Context
-    Broadcasting in the MLP and attention branches (see context.py).
+    They belong to no unit: the class token, norms, biases of proj and fc2, and the parameters of
+    Context Broadcasting in the MLP and attention branches (see context.py).
     """
     names = ["cls_token", *norm_parameter_names(backbone)]
     for index in range(len(backbone.blocks)):

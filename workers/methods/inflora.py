@@ -94,10 +94,11 @@ class InfLora(SeparateHeads[InfLoraSettings]):
       squared Frobenius norm of R. t counts from 0, and stays at expected_tasks - 1 in longer
       streams.
 
-    A forward pass costs no more than the backbone's: updates are merged into the weights. If the
-    task is given, its own and earlier updates serve it, as at the end of the task's training, so
-    its logits never change. Otherwise all updates serve all tasks, and later updates change earlier
-    outputs. Stored per task: 3 L r d floats, for rank r and L blocks of width d, and a head.
+    In serving, updates are merged into the weights, so a forward pass costs no more than the
+    backbone's. If the task is given, its own and earlier updates serve it, as at the end of the
+    task's training, so its logits never change. Otherwise all updates serve all tasks, and later
+    updates change earlier outputs. Stored per task: 3 L r d floats, for rank r and L blocks of
+    width d, and a head.
 
     Differences from the released code: R is measured without augmentation; if no direction is left,
     rows of A are zero; a first subspace of more than d / 2 dimensions is replaced by its complement

@@ -18,7 +18,8 @@ from workers.storage.taskstate import Carried, TaskState
 class Joint(ClassIncremental[MethodSettings]):
     """Each task trains a new network, with a head per task, on the data of all tasks so far.
 
-    Nothing is carried from task to task. The newest network serves all tasks.
+    No task starts from the state of another one. The newest network, which is stored as carried
+    state, serves all tasks. In scenario `domain` there is one head for all tasks.
     """
 
     name = "joint"

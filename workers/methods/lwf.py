@@ -99,7 +99,7 @@ class Lwf(ClassIncremental[LwfSettings]):
         )
 
     def program(self, progress: Progress) -> bool:
-        """Return whether the step is one of `head_first`, which train the new head alone."""
+        """Return whether the step is one of the first (`head_first`): only the new head learns."""
         return progress.global_step < self.settings.head_first * progress.total
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:

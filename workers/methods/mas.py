@@ -39,8 +39,8 @@ class Mas(OneAnchor[MasSettings]):
     image, with the evaluation transform, in fp32. A base task has this step, too.
 
     Differences from the paper: Omega uses at most `samples` images of a task. The absolute value is
-    that of each image's gradient. The released code takes it of the gradient of a batch, in which
-    images cancel each other.
+    that of each image's gradient; in the released code it is that of a batch's gradient, in which
+    the gradients of images cancel each other.
     """
 
     name = "mas"

@@ -335,7 +335,10 @@ class Meat(Method[MeatSettings]):
         self.loaded[state.task] = dict(state.masks)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        """Return the masked weights. Modules without masked entries compute exactly as in timm."""
+        """Apply the token masks to the network's attention, and return the masked weights.
+
+        Modules without masked entries compute exactly as in timm.
+        """
         return self.sites.folded(self.hard_masks(task))
 
     def hard_masks(self, task: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""MEMO: extractors of different tasks share all but their last blocks, and one classifier.
+"""MEMO: extractors of tasks differ only in their last blocks; one classifier reads all features.
 
 Zhou, Wang, Ye, Zhan: A Model or 603 Exemplars: Towards Memory-Efficient Class-Incremental Learning,
 ICLR 2023.

@@ -40,11 +40,11 @@ class Mir(Reservoir[MirSettings]):
 
     In each step `candidates` random exemplars x get the score l(x; theta') - l(x; theta). l is the
     cross-entropy, theta are the weights, theta' = theta - eta g the weights after a virtual step,
-    with eta = `virtual_lr` and the gradient g of the first term. The
-    `replay_batch` exemplars with the largest scores are replayed; of equal scores, the exemplar
-    that is earlier in the memory comes first. Scores are computed in evaluation mode, in fp32, with
-    the augmentation of training. In scenario `class` losses are over all classes so far, in
-    scenario `task` over the classes of an image's task.
+    with eta = `virtual_lr` and the gradient g of the first term. The `replay_batch` exemplars with
+    the largest scores are replayed; of equal scores, the exemplar that is earlier in the memory
+    comes first. Scores are computed in evaluation mode, in fp32, with the augmentation of training.
+    In scenario `class` losses are over all classes so far, in scenario `task` over the classes of
+    an image's task.
 
     Differences from the paper: exemplars are those of earlier tasks only, and their memory is a
     reservoir that is filled between tasks. A task may have several epochs.

@@ -36,7 +36,7 @@ from workers.storage.taskstate import Carried, TaskState
 FREE = 0
 FIRST = 1
 MAX_OWNERS = torch.iinfo(torch.uint8).max
-# JSON schema of one entry of the setting `prune`, for editors.
+# JSON schemas for editors: of a number in the setting `prune`, and of an entry of its list.
 PRUNED: dict[str, JsonValue] = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
 SHARE_SCHEMA: dict[str, JsonValue] = {"anyOf": [PRUNED, {"type": "null"}, {"const": "none"}]}
 
@@ -126,11 +126,11 @@ class PackNet(Method[PackNetSettings]):
     `prune_retrain` is the paper's way: the base task is pruned, and trained again together with
     biases and norms.
 
-    All steps have the same training settings unless the config sets others under `steps`; the
-    released code retrains for half of the epochs at a tenth of the rate: `steps: {retrain: {epochs:
-    10, lr: 1e-4}}` with `train: {epochs: 20, lr: 1e-3}`. It also frees all weights equal to the
-    threshold, evaluates by writing zeros into W, and lets decay and momentum move owned weights;
-    this code does not.
+    By default `train` and `retrain` differ only in their length (`train_defaults`). The released
+    code retrains for half of the epochs at a tenth of the rate: `steps: {retrain: {epochs: 10, lr:
+    1e-4}}` with `train: {epochs: 20, lr: 1e-3}`. It also frees all weights equal to the threshold,
+    evaluates by writing zeros into W, and lets decay and momentum move owned weights; this code
+    does not.
     """
 
     name = "packnet"

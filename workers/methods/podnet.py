@@ -54,8 +54,8 @@ class PodNet(CosineRehearsal[PodNetSettings]):
     A_t is the number of all classes, K_t that of new ones, and h are the features. The teacher is
     the network before the task. NCA = -log(exp(eta (s_y - delta)) / sum_{c != y} exp(eta s_c)), at
     least 0. s_c is the similarity of h to the proxies of class c (`CosineHead`), y the true class,
-    and eta a learnt scale. POD is the distance between the maps of student and teacher in each
-    block, after each map is squared, summed over rows and over columns, and normalised.
+    and eta a learnt scale. POD is the distance between the maps of student and teacher, a mean over
+    blocks, after each map is squared, summed over rows and over columns, and normalised.
 
     `finetune` trains the classifier with NCA; the paper does so for 20 epochs at half of the rate:
     `steps: {finetune: {epochs: 20, lr: 0.05}}` with `train: {epochs: 160, lr: 0.1}`.

@@ -25,9 +25,10 @@ class RemembersSamples(Protocol):
     def memory(self, context: StepContext) -> dict[str, list[str]]:
         """Return task -> keys of the images in its train split that this step reads.
 
-        If the result has no entry for the current task, the step reads all images of this task.
-        The class must set `reads` or `trains_on` to `seen`, so that the stage waits for the data of
-        earlier tasks. The loop calls this method before `begin`.
+        If the result has no keys of the current task, the step reads all images of this task; with
+        `trains_on: seen` the same holds for each earlier task. The class must set `reads` or
+        `trains_on` to `seen`, so that the stage waits for the data of earlier tasks. The loop calls
+        this method before `begin`.
         """
 
 
@@ -42,9 +43,9 @@ class ReplaysSamples(RemembersSamples, Protocol):
     def replay_draws(self) -> tuple[int, ...]:
         """Return the number of samples in each independent draw from the memory.
 
-        A replay batch has the samples of all draws, one draw after the other. If nothing is
-        replayed, the results of this method and of `memory` are empty. The loop calls this method
-        before `begin`.
+        A replay batch has the samples of all draws, one draw after the other. If there are no
+        draws, the result of `memory` must be empty, too. The loop calls this method before `begin`,
+        and only if `memory` returns keys.
         """
 
     def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:

@@ -56,7 +56,7 @@ class RanpacSettings(FirstSessionSettings):
 class Ranpac(FirstSession[RanpacSettings]):
     """A chain that carries G = sum h h^T and Q = sum h y^T over the images of all tasks so far.
 
-    h = relu(f W) with a fixed random W, y is one-hot, and the logits are h (G + lambda I)^-1 Q.
+    h = relu(f W) with a fixed random W, y is one-hot, and the logits are h^T (G + lambda I)^-1 Q.
     G and Q are sums, so the result does not depend on the order of tasks, up to rounding. For
     `ridge: auto` there are separate sums over images for fitting and images for validation; a hash
     of the key assigns each image.

@@ -154,9 +154,8 @@ def load_method(job: StageJob) -> type[Method[Any]]:
         if module is None:
             import_module(job.method_module)
         elif job.method_module != "__main__":
-            reload(
-                module
-            )  # a worker that stays alive between two runs has the class of the first run
+            # A worker that stays alive between two runs has the class of the first run.
+            reload(module)
     except ImportError as error:
         raise UserError(
             f"method {job.method!r} is in the module {job.method_module}, which a worker cannot "

@@ -110,8 +110,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     There are 2 candidates by default, instead of 8, because each is trained separately; the first
     path has only one, because all paths are equivalent before any module is frozen. The head grows,
     while the paper's has 1000 outputs from the start, and its loss uses those of the classes so
-    far.
-    With `train.clip` the gradients of all candidates are clipped together.
+    far. With `train.clip` the gradients of all candidates are clipped together.
     """
 
     name = "rpsnet"

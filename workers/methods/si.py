@@ -66,7 +66,7 @@ class Si(OneAnchor[SiSettings]):
         self.path = torch.nn.Module()
         for index, part in enumerate(unflatten(self.total, weights)):
             self.path.register_buffer(str(index), part)
-        # Buffers for each step: gradients, weights before the step, and changes of the weights.
+        # Overwritten in each step: gradients, weights before the step, and changes of the weights.
         self.gradient, self.start, self.moved = self.total.new_empty(3, len(self.total))
         return groups
 

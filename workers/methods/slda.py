@@ -31,7 +31,7 @@ class SldaSettings(MethodSettings):
 
 
 class Slda(ClassStatistics[SldaSettings]):
-    """A chain that carries the scatter of the features within classes, S_w, and their number N.
+    """A chain that carries the scatter S_w of features within classes, and the number N of images.
 
     With Lambda = ((1 - eps) S_w / N + eps I)^-1 and the mean feature mu_c of class c, the logit is
     mu_c^T Lambda f - mu_c^T Lambda mu_c / 2. S_w is a sum over the classes of all tasks, so the

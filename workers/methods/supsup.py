@@ -124,9 +124,9 @@ S = TypeVar("S", bound=SupSupSettings, default=Any)
 class SupSup(WeightMasks[S], ChoosesTask[S]):
     """A star: W is frozen, and each task stores one bit per weight.
 
-    There are no heads per task. All tasks share a last layer with random signs, which is masked
-    like the other layers. The classes of a task are its first outputs; the other outputs are
-    superfluous, and training lowers them.
+    Unless `outputs` is 0, there are no heads per task. All tasks share a last layer with random
+    signs, which is masked like the other layers. The classes of a task are the layer's first
+    outputs; the other outputs are superfluous, and training lowers them.
 
     If the task of an image is not given, it is inferred. By default it is the task whose mask gives
     the superfluous outputs the smallest share of the softmax. `infer` and `objective` also offer

@@ -88,8 +88,8 @@ class SupSupNN(SupSup[SupSupNNSettings]):
     - A mask that is trained again starts from its bits, with magnitudes drawn like those of a new
       mask. Its scores are not carried, because they take 32 times the space.
     - The optimizer keeps its moments if the mask changes in the middle of a task.
-    - An untrained mask with the largest share becomes a new mask. In the code it is trained and
-      then lost.
+    - If an untrained mask has the largest share, the next new mask is started. In the code that
+      untrained mask is trained and then lost.
     - If all masks are taken, the best known mask is trained further. In the code training stops.
 
     Further training of an old mask changes earlier outputs, so forgetting is possible.

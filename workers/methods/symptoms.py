@@ -18,7 +18,8 @@ from workers.storage.taskstate import TaskState
 FEW_STEPS_SHARE = 0.25
 # A loss has diverged if it exceeds the loss of guessing by more than this, in nats.
 LOSS_MARGIN = 1.0
-# A penalty counts as without effect if it is below this share of the loss in every epoch.
+# A penalty counts as without effect if loss and cross-entropy differ by less than this share of
+# the loss in every epoch.
 PENALTY_SHARE = 0.01
 CROSS_ENTROPY = "ce"  # name of the loss term whose value for guessing is known
 

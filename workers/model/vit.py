@@ -296,7 +296,7 @@ def load_weights(model: Any, settings: BackboneSettings) -> list[str]:
         Notes for the user: a classifier in the weights was ignored. Empty for `hub`.
 
     Raises:
-        UserError: If the weights do not fit.
+        UserError: If the weights cannot be read, or do not fit.
     """
     if settings.weights == "none":
         return []

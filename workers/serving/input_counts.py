@@ -150,7 +150,7 @@ def utc_day() -> date:
 
 
 def find_obstacle(model_uri: str) -> str:
-    """Return why the inputs of a model cannot be counted, as part of a sentence, or ""."""
+    """Create `inputs/`; return why inputs cannot be counted, as part of a sentence, or ""."""
     if not is_local(model_uri):
         return f"{model_uri} is not on a disk"
     model = resolve(model_uri)[1]
@@ -194,7 +194,7 @@ def read_counts(folder: str) -> tuple[dict[str, DayCounts], list[str]]:
 
     Returns:
         Name of a valid file -> its content, without files that were merged into another file; and
-        the names of the files that cannot be read.
+        the names of damaged or too large files.
     """
     valid: dict[str, DayCounts] = {}
     damaged: list[str] = []

@@ -47,9 +47,9 @@ def with_measurements(bundle: Bundle) -> Bundle:
 
     The measurements use images of the run's storage. For the references, at most
     `MAX_TRAIN_IMAGES` (or one per class) and `MAX_TEST_IMAGES` images per task are read. If the
-    images of a task cannot be read, the reference file contains the reason. If the method cannot
-    infer the task of an image and there are several tasks, the rules of `task_rules` are measured,
-    too.
+    images of a task cannot be read, the reference file contains the reason. If all images can be
+    read, there are several tasks, and the method cannot infer the task of an image, the rules of
+    `task_rules` are measured, too.
 
     Args:
         bundle: The bundle of a run. The bundle of a folder is returned unchanged, because its

@@ -2,9 +2,9 @@
 
 `reference.safetensors` of a bundle has up to three tensors per task: `means/TASK`, float32
 (classes, d), `levels/TASK`, float32 (19,), and `router/TASK`, float32 (classes, random features),
-for the rule `ranpac`. A model with one task has no router. The metadata contain for each task the
-digest of the measured state, and the number of test images or the reason why the reference is
-missing.
+for the rule `ranpac`. There may be no routers, for example with one task. The metadata contains for
+each task the digest of the measured state, and the number of test images or the reason why the
+reference is missing.
 """
 
 from __future__ import annotations
@@ -146,14 +146,14 @@ def load_reference(bundle: Bundle) -> Reference:
 
 
 def _read_content(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the metadata and the tensors of the file. Raise an error of `DAMAGE` otherwise."""
+    """Return the metadata and tensors of the file. Raise an error of `DAMAGE` if it is invalid."""
     return json.loads(read_metadata(data)[METADATA]), safetensors.torch.load(data)
 
 
 def _parse_reference(
     bundle: Bundle, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Reference:
-    """Convert the content of the file to references. Raise `ValueError` if it is invalid.
+    """Convert the content of the file to references. Raise an error of `DAMAGE` if it is invalid.
 
     Args:
         bundle: The bundle.

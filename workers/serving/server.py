@@ -48,8 +48,8 @@ class Answer:
     Attributes:
         class_: Name of the predicted class, as on the card.
         probability: Probability of this class.
-        task: Task of this class; "" if the inferred mask belongs to no task, or if all tasks have
-            the same classes (scenario `domain`).
+        task: Task of this class; "" if the inferred mask belongs to no task, or if the task is
+            neither named nor inferred (scenario `domain`, where tasks have the same classes).
         confidence: Confidence of the task, in [0, 1]: 1 if the request named the task; the
             method's confidence if the method infers the task; the total probability of the task's
             classes if all classes compete; `probability` in other cases.
@@ -206,7 +206,7 @@ class Predictor:
 
     @property
     def infers_task(self) -> bool:
-        """Whether a request may omit the task of an image."""
+        """Whether a request may omit the task of an image without naming a rule."""
         return bool(list_candidates(self.method)) or self.method.scenario != "task"
 
     @property
@@ -290,8 +290,8 @@ class Predictor:
             top: See `predict`.
 
         Raises:
-            UserError: If an option is invalid, a task is not served, or a task is required but
-                missing.
+            UserError: If an option is invalid, a task is not served, a task is required but
+                missing, or the model lacks a measurement that the rule needs.
         """
         if rule not in RULES:
             raise UserError(f"rule is {rule!r:.80}; give one of {', '.join(RULES)}")

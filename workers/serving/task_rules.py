@@ -8,7 +8,7 @@
   relative to the median distance of the task's test images (`TaskReference.distances`).
 - `ranpac`: the task of the class with the highest score of a ridge regression on random features
   of the frozen backbone (`router.py`). This rule needs one forward pass to choose the task and one
-  to classify the image, for any number of tasks. The other rules need at least one for each task.
+  to classify the image, for any number of tasks. The other rules usually need one or more per task.
 - `recommended`: the rule with the highest accuracy when the model was written.
 """
 

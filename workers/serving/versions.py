@@ -10,10 +10,10 @@ stored once.
 
 A version is published in this order: its file in `versions`, the missing files, and `model.json`.
 Versions with a higher number than the current version were rolled back, or their process was killed
-before the last step. These versions, and versions before the last `MAX_VERSIONS`, are deleted at
-the beginning and at the end of a change. Therefore the current version is complete even if a
-process is killed at any moment. Files that no version contains are never changed or deleted, except
-partial files.
+before the last step. These versions, versions before the last `MAX_VERSIONS`, and dropped versions
+are deleted at the beginning and at the end of a change. Therefore the current version is complete
+even if a process is killed at any moment. Files that no version contains are never changed or
+deleted, except partial files.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def changing(uri: str) -> Iterator[Versions]:
 
 
 def _settled(uri: str) -> Iterator[Versions]:
-    """Yield the versions of a folder, and clean up before and after."""
+    """Yield the versions of a folder. Clean up before, and after a change without an error."""
     Versions(uri).clean_up()
     yield Versions(uri)
     Versions(uri).clean_up()
@@ -277,9 +277,9 @@ class Versions:
         return numbers
 
     def clean_up(self) -> None:
-        """Delete dropped versions, files that only these versions use, and partial files.
+        """Delete versions that are not kept, files that only they use, and partial files.
 
-        The file of a version is deleted after its other files, so a later call can continue.
+        `versions/NUMBER.json` is deleted after the other files, so a later call can continue.
         """
         kept = self.kept
         needed = _list_places(self.bodies[number] for number in kept)

@@ -236,7 +236,7 @@ def unwrap_filesystem(system: fs.FileSystem) -> fs.FileSystem:
 
 
 def put_object(system: fs.FileSystem, path: str, data: bytes) -> None:
-    """Write one object completely or not at all, to a filesystem of `open_filesystem`.
+    """Write one object completely or not at all, to a remote system of `open_filesystem`.
 
     A multipart upload becomes visible only when all parts have arrived.
     """

@@ -31,8 +31,8 @@ def stage_lock(
 ) -> Iterator[None]:
     """Context manager that holds the lock of the result `key` in `root`.
 
-    All ranks of a group hold the lock together. The operating system releases the lock if this
-    process ends.
+    All ranks of a group hold the lock together. The operating system releases the lock if the
+    process of rank 0 ends.
 
     The lock only saves work; correctness does not depend on it. Machines without shared file locks
     can compute the same result twice, and one copy is discarded (see artifact.py). Nothing is
@@ -128,7 +128,7 @@ def _try_lock(path: str) -> int | None:
 def is_locked(root: str, key: str) -> bool | None:
     """Return whether a process holds the lock of `key` in `root`, or None if this is unknown.
 
-    The state is unknown on an object store, and on a disk without locks.
+    It is unknown on an object store, on a disk without locks, and if the file cannot be opened.
     """
     if "://" in root and not root.startswith("file://"):
         return None

@@ -36,7 +36,7 @@ URIS = (
     "MLFLOW_BACKEND_STORE_URI",
     "MLFLOW_REGISTRY_STORE_URI",
 )
-SHORTEST = 4  # minimal characters of a secret; shorter strings occur in ordinary words
+SHORTEST = 4  # minimum length of a secret; shorter strings occur in ordinary words
 HIDDEN = "***"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # replaces a character that cannot be printed
 URI = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
@@ -120,7 +120,7 @@ def redact_texts(value: Any, most: int | None = None) -> Any:
 
 
 def printable(text: str) -> str:
-    """Return a text from an untrusted source without secrets and control characters."""
+    """Return an untrusted text without secrets and control characters, except newlines."""
     return "".join(c if c.isprintable() or c == "\n" else REPLACEMENT for c in redact(text))
 
 

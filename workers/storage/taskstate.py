@@ -1,6 +1,6 @@
 """The two kinds of state that training stores, as safetensors.
 
-`TaskState` belongs to one finished task. `Carried` is what a task hands to the next task.
+`TaskState` belongs to one finished task. `Carried` is what a stage hands to later stages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TaskState:
         tokens: Name -> float tensor.
         head: Name -> float tensor.
         copies: Name -> float tensor.
-        meta: Plain JSON (settings, digests, steps).
+        meta: Plain JSON, for example settings.
     """
 
     task: str
@@ -144,7 +144,7 @@ class TaskState:
 
 @dataclass
 class Carried:
-    """The state that task t hands to task t+1 in a chain.
+    """The state that a stage hands to later stages, such as task t to task t+1 in a chain.
 
     Attributes:
         tensors: Name -> tensor.

@@ -22,7 +22,7 @@ from workers.storage.filesystem import CONNECT_S, SILENT_S, retry
 from workers.storage.secrets import refuse_secrets
 
 SCHEMES = ("http://", "https://")
-CONNECTIONS = 32  # maximal number of simultaneous connections
+CONNECTIONS = 32  # maximum number of simultaneous connections
 MAX_REDIRECTIONS = 5
 REFUSED = "is a private address"
 CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")

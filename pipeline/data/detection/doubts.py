@@ -1,8 +1,8 @@
 """Check that file and folder names do not contradict the layout of a detected data set.
 
 A possible layout may still be wrong: for example, `test_images` can be a class or the test images.
-Each check examines the images of the data set. Its error names the setting with which the user can
-decide. A check is skipped if the user has given this setting.
+Each check examines the images of the data set, or files that it does not read. Its error names the
+setting with which the user can decide. A check is skipped if the user has given this setting.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def check_reading(request: Request, data_set: DataSet, files: Sequence[Entry]) -
 
     Args:
         request: The user's request with its settings.
-        data_set: The data set, read from folders or from a table.
+        data_set: The only data set below the path, in any format.
         files: All files below the requested path.
 
     Raises:
@@ -122,7 +122,7 @@ def check_reading(request: Request, data_set: DataSet, files: Sequence[Entry]) -
 
 
 def _list_readable_images(data_set: DataSet) -> Iterator[ReadImage]:
-    """Yield the first MAX_IMAGES images; none if the format must read its files to list images."""
+    """Yield the first MAX_IMAGES images; none if the format lacks `list_items`."""
     list_items = get_format(data_set.card).list_items
     if list_items is None:
         return
@@ -138,7 +138,7 @@ def _list_readable_images(data_set: DataSet) -> Iterator[ReadImage]:
 def check_lists(request: Request, data_sets: Sequence[DataSet], files: Sequence[Entry]) -> None:
     """Check that no unread file looks like the list of a split, for example `test_list.txt`.
 
-    Data sets that have validation or test images are not checked.
+    Nothing is checked if one of the data sets has validation or test images.
 
     Args:
         request: The user's request.
@@ -446,7 +446,7 @@ class Checks:
             )
 
     def check_classes(self) -> None:
-        """Raise SplitUnclear if the names of some classes are unusual, for example `masks`."""
+        """Raise SplitUnclear if some, not all, classes are named like `masks`, or any is a part."""
         strange = {name for name in self.labels if _is_not_class(name) or is_part(name)}
         generic = {name for name in strange if is_part(name)}
         if not strange or (strange == self.labels and not generic):

@@ -62,7 +62,7 @@ class NoClasses(UserError):
 
 
 class MaybeNoClass(SplitUnclear):
-    """A folder can be a class, or something other than a part of the data.
+    """A folder can be a class, or not part of the data.
 
     Attributes:
         folder: Path of the folder below the source.
@@ -112,7 +112,8 @@ def find_layout(folder: Folder) -> Layout | list[Folder]:
 def find_class_layout(folder: Folder, classes: Iterable[str]) -> Layout | None:
     """Return the layout of the folders that contain folders of all given classes, or None.
 
-    None is also returned if there are several such folders, and their names are not splits.
+    None is also returned if there are several such folders, unless they are named like different
+    splits, one of them train.
     """
     names = {*classes}
     parents = [one for one in folder.walk() if names <= {c.base_name for c in one.with_images}]
@@ -151,7 +152,7 @@ def _add_ignored(
 
 # ---- folders other than classes ------------------------------------------------------------------
 def _drop_other_folders(folder: Folder, children: list[Folder]) -> tuple[list[Folder], list[str]]:
-    """Drop folders like `annotations` or `thumbnails`.
+    """Drop folders like `annotations` or `thumbnails`, unless all folders are like this.
 
     Returns:
         The folders that may be classes or splits, and notes on the dropped folders.
@@ -216,7 +217,7 @@ def _iterate_stems(folder: Folder) -> Iterator[str]:
 
 
 def format_option(**splits: str) -> str:
-    """Format the option that assigns a folder to each split, for example `train="photos"`."""
+    """Format the option `--set source.splits=...`. `splits` maps each split to a folder."""
     return f"--set {shlex.quote(format_splits({split: [path] for split, path in splits.items()}))}"
 
 
@@ -284,7 +285,7 @@ def _build_split_layout(folders: Sequence[Folder], notes: list[str], exact: bool
 
     Raises:
         NoClasses: If the train folder has no class folders.
-        SplitUnclear: If two folders are the same split.
+        SplitUnclear: If two folders are the same split, or it is unclear which are classes.
     """
     labelled = {child.base_name: child for child in folders}
     train = next(c for c in folders if (parse_role if exact else find_role)(c.base_name) == "train")
@@ -370,7 +371,7 @@ def _find_parent(children: Sequence[Folder]) -> str:
 
 
 def _find_class_root(folder: Folder) -> Folder:
-    """Return the folder that contains the classes: a split folder, or a wrapper inside it."""
+    """Return the folder that contains the classes: a folder, or its wrapper or only subfolder."""
     below = [c for c in folder.with_images if not is_called(c.base_name, NO_CLASSES)]
     wrappers = [child for child in below if is_called(child.base_name, WRAPPERS)]
     if len(wrappers) == 1 and has_subfolders(wrappers[0]):

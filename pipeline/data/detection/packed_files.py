@@ -22,7 +22,7 @@ TAR_SUFFIXES = (
     ".tar.xz",
     ".tar.zst",
 )
-MAX_COMMANDS = 5  # archives that one command unpacks
+MAX_COMMANDS = 5  # maximum number of archives that one command unpacks
 
 
 def build_unpack_command(paths: Sequence[str], init_path: str, program: str) -> str | None:
@@ -35,7 +35,7 @@ def build_unpack_command(paths: Sequence[str], init_path: str, program: str) -> 
 
     Returns:
         The command, or None if an archive is not local or has an unknown format. The command leaves
-        out archives whose folder already exists.
+        out archives whose folder already exists, and those after the first MAX_COMMANDS.
     """
     commands: list[str] = []
     target = ""

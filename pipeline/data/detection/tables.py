@@ -89,7 +89,7 @@ class Tables:
         request: The user's request.
         base: Path or URI of the source.
         name: Name of the data set.
-        names: Path of each table below the source -> its split, or "" if its path names none.
+        names: Path of each table below the source -> its split, or "" for a table in no group.
         index: Index of the files that rows may name.
         is_whole: Whether the source is the table itself, not its folder.
     """

@@ -19,7 +19,7 @@ NO_CLASSES = words(
 # A test folder without labels often has one dummy subfolder, because loaders such as torchvision's
 # ImageFolder require class folders. These are its usual names.
 WITHOUT_LABELS = NO_CLASSES | frozenset(["all", "images", "imgs", "test", "testing", "unknown"])
-# folders that may or may not be classes: an error asks the user
+# folders that may or may not be classes: if their images do not tell, an error asks the user
 PERHAPS_NO_CLASSES = words(
     """mask masks seg segs gt label labels preview previews depth overlay overlays bbox bboxes
     tmp temp backup backups bak rejected discarded duplicates incoming inbox todo pending

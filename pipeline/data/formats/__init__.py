@@ -30,8 +30,7 @@ def get_format(card: Card) -> Format:
 def list_source(card: Card, most: int | None = None) -> list[Entry] | None:
     """List all files below a card's source, sorted.
 
-    For WebDataset shards that are read where they are, without ingest, only the shards that the
-    card names are listed.
+    For WebDataset shards that are used in place, only the shards that the card names are listed.
 
     Args:
         card: Card of the source.

@@ -39,8 +39,8 @@ RUN_GAP = 64 << 10  # maximum unneeded bytes between two images that are read to
 RUN_BYTES = 8 << 20  # maximum bytes of one read of several images
 AHEAD_BYTES = 64 << 20  # bytes read ahead from a bucket
 READERS = 8  # concurrent reads from a bucket
-# Bytes of one encoded image. An uncompressed image with the default `max_pixels` and 16 bits per
-# channel has up to 400 MB.
+# Maximum bytes of one encoded image. An uncompressed image with the default `max_pixels` and 16
+# bits per channel has up to 400 MB.
 MAX_IMAGE_BYTES = 512 << 20
 # A table can store a value once and repeat it in a million rows. Therefore the bytes of all images
 # are limited to MAX_UNFOLDING times the bytes of the files. MAX_UNFOLDED_BYTES are always allowed.
@@ -120,8 +120,8 @@ class Format:
         suffixes: Suffixes of the files with images or labels. Empty if the data comes from a Python
             package.
         first_folders: Returns the folders of a source to list before the others.
-        list_shards: Lists the shards that the card names. Only for WebDataset shards, which are
-            read where they are, without ingest.
+        list_shards: Lists the shards that the card names. Only for WebDataset shards that are used
+            in place.
         list_files: Lists the files of a source, if they are not only in the folder at its path.
         entries_of_split: Returns the files that a split uses.
         list_items: Lists all images with their labels. Only for formats that can do this without

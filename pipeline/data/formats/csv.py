@@ -229,8 +229,8 @@ def _images_of_table(
 def _make_named_row(row: TableRow) -> NamedRow:
     """Return the text, label and split that the patterns of `source.files` can use.
 
-    If the value of the split column is a known split word, this value is returned. Otherwise the
-    split that the card assigns to the value is returned.
+    The split is the value of the split column if this is a known split word. Otherwise it is the
+    split that the card assigns to the row.
     """
     label = normalize_label(row.label)
     has_known_word = parse_role(row.split_value) is not None

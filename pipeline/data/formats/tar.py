@@ -299,7 +299,7 @@ class OpenTar(NamedTuple):
 def peek_dots(file: pa.NativeFile, is_in_bucket: bool) -> bool:
     """Return whether the keys of a tar contain dots, judged by its first members.
 
-    If the first file name has a single dot, no further header is read.
+    If the first file name has at most one dot, no further header is read.
     """
     names: list[str] = []
     for member in islice(open_tar(HeaderReader(file, is_in_bucket)), PEEKED_MEMBERS):

@@ -1,4 +1,4 @@
-"""Base class of methods that predict without the task: scenarios `class` and `domain`."""
+"""Base class of methods that can predict without the task: scenarios `class` and `domain`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ClassIncremental(Method[S]):
     _first_column_key: tuple[int, ...] = ()
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
-        """Prepare a step. The heads of all tasks so far are trained, except in scenario `task`."""
+        """Prepare a step. Heads of earlier tasks are trained, too, except in scenario `task`."""
         groups = super().begin(context)
         if self.scenario == "task":
             return groups

@@ -271,7 +271,7 @@ class Rehearsal(CarriesMemory[S]):
         }
 
     def compute_exemplar_means(self, batch: FeatureBatch) -> Tensor:
-        """Return the mean feature (classes so far, d) of the exemplars of each class."""
+        """Return the unit-length mean feature of each class's exemplars, (classes so far, d)."""
         names = self.task_names()
         exemplar_keys: dict[str, set[str]] = {}  # by task
         for name, classes in self.exemplars.items():

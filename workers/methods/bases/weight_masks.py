@@ -44,9 +44,10 @@ S = TypeVar("S", bound=WeightMaskSettings, default=Any)
 
 
 class WeightMasks(Method[S]):
-    """A star: W is frozen, and task t is served with M_t .* W, computed when the task changes.
+    """Task t is served with M_t .* W, computed when the task changes.
 
-    A site is a layer whose weight W has a mask; sites have the names of their modules.
+    By default the tasks form a star, and W is frozen. A site is a layer whose weight W has a mask;
+    sites have the names of their modules.
 
     A subclass defines a mask and, if the mask is not boolean, its storage format (`packed`,
     `unpacked`). The mask is a module from `new_mask`: `sample()` returns the mask as floats with a
@@ -266,10 +267,10 @@ class ThresholdMasks(WeightMasks[T]):
     def rate(self, site: str, optim: OptimPlan) -> float:
         """Return the learning rate of real values.
 
-        A step of Adam has about the length of the rate, so n steps in random directions move a
-        value by sqrt(n) rates. `auto` sets this to mask_travel * (start - theta), in short and long
-        trainings alike. A much smaller rate flips no entry. With a much larger rate most entries
-        reach the threshold in the same few steps, and the network collapses.
+        A step of Adam moves a value by about the rate, so n steps in random directions move it by
+        sqrt(n) rates. `auto` sets this distance to mask_travel * (start - theta) for any n. A much
+        smaller rate flips no entry. With a much larger rate most entries reach the threshold in the
+        same few steps, and the network collapses.
         """
         if self.settings.mask_lr == "auto":
             return (

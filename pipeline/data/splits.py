@@ -113,6 +113,18 @@ def tokenize_name(name: str) -> list[str]:
     return TOKEN.findall(name)
 
 
+def find_split_word(name: str) -> tuple[int, int]:
+    """Return the start and end of the first word in a name that names a role.
+
+    Raises:
+        ValueError: If no word names a role.
+    """
+    for token in TOKEN.finditer(name):
+        if parse_role(token[0]):
+            return token.span()
+    raise ValueError(f"{name!r} names no split")
+
+
 def is_generic_split_name(name: str) -> bool:
     """Return whether a name consists of a split word, generic words and numbers.
 

@@ -61,11 +61,11 @@ class LocalExecutor(Executor):
         self.store = store
         self.run_on_driver = run_on_driver
         self.progress = progress
+        check_local_gpus(cluster)
         self.stop_listening = preemption.listen()
         self.waiting = ReadyQueue()
         self.cluster = cluster
         self.clock = clock
-        check_local_gpus(cluster)
         self.sampling = ExitStack()
         device = accelerator.make_device(cluster.of_any_step().gpus_per_worker)
         self.sampling.enter_context(sampling(device, self._post_sample, sample_s))

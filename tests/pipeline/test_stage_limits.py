@@ -6,6 +6,7 @@ remedy.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -114,6 +115,19 @@ def executor_of(cluster: ClusterSettings, folder: Path, clock: Clock) -> LocalEx
     return LocalExecutor(
         Store(str(folder)), cluster, lambda stage: {}, lambda event: None, clock=clock
     )
+
+
+def test_executor_that_cannot_start_handles_no_signals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(cluster: ClusterSettings) -> None:
+        raise UserError("this machine has no GPU")
+
+    monkeypatch.setattr(local, "check_local_gpus", refuse)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(UserError):
+        executor_of(ClusterSettings(workers=0), tmp_path, Clock())
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def get_stage(step: str, job: Any) -> Stage:

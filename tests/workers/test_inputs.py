@@ -239,6 +239,21 @@ def test_recorder_measures_distances_in_its_share_of_time(runs: Any, model: str)
     assert 4 <= total.measured <= 40
 
 
+def test_recorder_continues_after_distances_that_are_not_finite(
+    runs: Any, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runs("meat")
+    served = Predictor(Bundle.open(model))
+    features = served.features
+    monkeypatch.setattr(served, "features", lambda *job: features(*job) * torch.inf)
+    counter = InputRecorder(served, model, share=1.0)
+    for _ in range(5):
+        served.predict(run.images("two")[0][:4], "two")
+    counter.close()
+    total = read_total(model)
+    assert (total.inputs, total.measured) == (20, 0)
+
+
 def count_in_process(folder: str, images: list[bytes], times: int) -> None:
     torch.set_num_threads(1)
     served = Predictor(Bundle.open(folder))

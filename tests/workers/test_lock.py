@@ -44,6 +44,24 @@ def taken(root: str) -> threading.Event:
     return got
 
 
+def test_lock_file_that_vanishes_while_it_is_shared_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = lock.share_file
+    calls = []
+
+    def delete_first(path: str) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            os.unlink(path)
+            os.stat(path)
+        share(path)
+
+    monkeypatch.setattr(lock, "share_file", delete_first)
+    with stage_lock(str(tmp_path), "k"):
+        assert len(calls) == 2
+
+
 def test_lock_waits_until_the_holder_releases_it(tmp_path: Path) -> None:
     root = str(tmp_path / "stages")
     process, _, leave = held(root)

@@ -162,6 +162,18 @@ def test_values_that_look_alike_have_different_digests(one: str, two: str) -> No
     assert len(digests) == 2
 
 
+def test_objects_of_the_module_are_in_the_digest() -> None:
+    """Their `repr` shows neither the values nor, without its address, the function."""
+    digests = []
+    for rate in (0.1, 0.1, 0.2):
+        source = SOURCE.replace("class Base(", "class Config:\n    pass\n\n\nclass Base(")
+        value = f"CONFIG.rate = {rate}\nTABLE = {{double: 2}}\n\n\nclass Outside("
+        source = source.replace("class Outside(", f"CONFIG = Config()\n{value}")
+        source = source.replace("return [name", "return [CONFIG.rate, TABLE] + [name")
+        digests.append(code_digest(class_from(source)))
+    assert digests[0] == digests[1] != digests[2]
+
+
 def test_special_methods_are_in_the_digest() -> None:
     digests = {code_digest(class_from())}
     for body in ("super().__new__(cls)", "object.__new__(cls)"):

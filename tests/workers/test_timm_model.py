@@ -47,6 +47,22 @@ def test_task_with_more_than_weights_is_refused(lab: Any, tmp_path: Path) -> Non
     assert not (tmp_path / "timm").exists()
 
 
+def test_model_with_two_classifiers_is_refused(
+    packnet: Finished, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in timm's distilled models."""
+    network = timm.models.VisionTransformer
+    monkeypatch.setattr(network, "get_classifier", lambda model: (model.head, model.head))
+    with pytest.raises(UserError, match="it has not one classifier"):
+        timm_model.write_timm_folder(packnet.bundle, "two", str(tmp_path / "timm"))
+
+
+def test_existing_file_is_refused(packnet: Finished, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(UserError, match="not an empty folder"):
+        timm_model.write_timm_folder(packnet.bundle, "two", str(tmp_path / "mine"))
+
+
 def test_export_with_different_logits_is_refused(
     packnet: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:

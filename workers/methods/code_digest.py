@@ -9,11 +9,11 @@ Code is included if it belongs to the package of the class, or to a module that 
 project, not in the standard library, and not an installed package. Other definitions are included
 by name only.
 
-Not included are comments, file names, line numbers, attributes of an object that its `repr` does
-not show, special attributes of classes that are not functions (for example `__doc__` and
-`__slots__`), and the text of the docstrings of functions.
-Definitions inside a function are an exception: their docstrings are included. The digest also
-changes if a docstring is added to a function or removed.
+Not included are comments, file names, line numbers, attributes that the `repr` of an object of
+another package does not show, special attributes of classes that are not functions (for example
+`__doc__` and `__slots__`), and the text of the docstrings of functions. Definitions inside a
+function are an exception: their docstrings are included. The digest also changes if a docstring is
+added to a function or removed.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ class _CodeDigest:
             return  # the container contains itself: without this check the recursion would not end
         self.containers.append(value)
         if isinstance(value, Mapping):
-            items = [(repr(key), item) for key, item in value.items()]
+            items = [(_describe(key), item) for key, item in value.items()]
             self._add_items(sorted(items, key=lambda item: item[0]))
         elif isinstance(value, (set, frozenset)):
-            self._add_items(enumerate(sorted(value, key=repr)))
+            self._add_items(enumerate(sorted(value, key=_describe)))
         else:
             self._add_items(enumerate(value))
         self.containers.pop()
@@ -188,13 +188,24 @@ class _CodeDigest:
         self._add_items(enumerate(constants))
 
     def _add_object(self, value: Any) -> None:
-        """Add an object: the functions that it wraps; if it wraps none, its class and its repr."""
+        """Add an object: the functions that it wraps, else its class, its repr and its attributes.
+
+        Attributes of objects whose class is in another package are not added.
+        """
         wrapped = _unwrap(value)
         if wrapped:
             self._add_items(enumerate(wrapped))
             return
         self.add("class", type(value))
-        self._note(ADDRESS.sub("", repr(value)))
+        self._note(_describe(value))
+        attributes = getattr(value, "__dict__", {})
+        if attributes and self._is_included(str(type(value).__module__)):
+            self._add_container(attributes)
+
+
+def _describe(value: Any) -> str:
+    """Return the `repr` of a value without addresses, which differ between processes."""
+    return ADDRESS.sub("", repr(value))
 
 
 def _unwrap(value: Any) -> list[Any]:

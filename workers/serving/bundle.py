@@ -249,7 +249,7 @@ class Bundle:
         write_model(uri, remove_places(self.body))
 
     def backbone(self) -> nn.Module:
-        """Build the frozen backbone on the CPU, without the weights and modules of any task.
+        """Build the backbone on the CPU, without the weights and modules of any task.
 
         Raises:
             UserError: If its settings are invalid, or its weights differ from the weights with
@@ -424,9 +424,8 @@ def check_new(uri: str) -> None:
     system, path = resolve(uri)
     from pyarrow import fs
 
-    if (
-        system.get_file_info(fs.FileSelector(path, allow_not_found=True))
-        or system.get_file_info(path).type == fs.FileType.File
+    if system.get_file_info(path).type == fs.FileType.File or system.get_file_info(
+        fs.FileSelector(path, allow_not_found=True)
     ):
         raise UserError(
             f"{uri!r} exists already and is not an empty folder; give another, or remove it first"

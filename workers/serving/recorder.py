@@ -156,7 +156,9 @@ class InputRecorder:
             rows = [row for row, task in enumerate(batch.tasks) if task == name]
             try:
                 features = self.predictor.features(batch.pixels[rows], name)
-                distances = reference.distances(features).tolist()
+                distances = reference.distances(features)
+                if not distances.isfinite().all():
+                    raise ValueError("a distance is not finite")
             except Exception as error:  # the server must continue
                 logger.warning("distances of inputs are not measured: %s", error)
                 self.reference = Reference({}, {})  # no later batch is measured
@@ -165,7 +167,7 @@ class InputRecorder:
                 day_counts = self.days.setdefault(batch.day, DayCounts(day=batch.day))
                 counts = day_counts.task(self.model, name)
                 counts.test_images = reference.test_images
-                for distance in distances:
+                for distance in distances.tolist():
                     counts.add_distance(distance, distance > reference.far)
                 self.is_changed = True
         now = time.monotonic()

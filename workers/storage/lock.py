@@ -109,7 +109,8 @@ def _try_lock(path: str) -> int | None:
     """Return the descriptor of an open, locked file; None if another process holds the lock."""
     make_dirs(os.path.dirname(path))
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    with suppress(PermissionError):  # another user owns the file and has shared it already
+    # Another user owns the file and has shared it already, or its holder has just deleted it.
+    with suppress(PermissionError, FileNotFoundError):
         share_file(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

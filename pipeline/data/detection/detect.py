@@ -3,7 +3,7 @@
 A folder can be read in three ways: its subfolders are classes, a table names its images, or it
 contains archives of images (Parquet files or tars). Each way is tried. If exactly one way gives a
 consistent data set, this way is used. If several ways give different data sets, an error asks the
-user to choose.
+user to choose, but class folders are preferred to a table whose label column is doubtful.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ from workers.storage.secrets import refuse_secrets
 PLAIN_STEMS = ("train", "labels", "label", "data", "metadata", "images", "index", "all", "dataset")
 MAX_TABLES = 50  # tables in a source; each is read to its end
 MAX_DATA_SETS = 200  # data sets in one folder
-MAX_UNREAD = 0.05  # share of images that a table may leave out, if others cannot be read
+MAX_UNREAD = 0.05  # share of images that a table may leave out if another table is unreadable
 MAX_DOUBTFUL = 100  # folders that one command leaves out
 # suffixes of the files that detection reads
 LISTED = IMAGE_SUFFIXES | TABLE_SUFFIXES | {TAR_SUFFIX}
@@ -182,7 +182,8 @@ def _index_images(entries: Sequence[Entry]) -> FileIndex:
 class SourceFolder:
     """A folder that may contain data sets.
 
-    The `_read_*` methods return data sets, or the error that explains their absence.
+    `_read_folders`, `_read_table` and `_read_archive` return what they read, or the error that
+    explains why they read nothing (None if the folder has no such files).
 
     Attributes:
         request: The user's request.
@@ -197,7 +198,7 @@ class SourceFolder:
     entries: Sequence[Entry]
 
     def data_sets(self) -> list[DataSet]:
-        """Return the data sets in this folder: one, or one per subfolder.
+        """Return the data sets in this folder: one, or those of its subfolders.
 
         Raises:
             UserError: If the folder contains no data set, or can be read in several ways.
@@ -419,10 +420,11 @@ class SourceFolder:
         if strong:
             known = {file for _, reading in strong for file in reading.files}
             others = [(name, reading) for name, reading in readings if not reading.is_strong]
+            # another table is superseded if it has the same images, only some of them, or more
             others = [
                 (name, one) for name, one in others if known - {*one.files} and {*one.files} - known
             ]
-            if others:  # a weak table is superseded if it has the same images, or more
+            if others:
                 return None, self._conflicting_tables_error([*strong, *others], True), unused
             readings = strong
         labels = {tuple(sorted(reading.files.items())) for _, reading in readings}
@@ -658,7 +660,8 @@ class SourceFolder:
     ) -> UserError:
         """Choose the most helpful error: of a table, else of archives, else of folders.
 
-        `NoTable` is a weak error of a table. It is used if no better error exists.
+        `NoTable` is a weak error: it comes first only if there is no error of folders. Otherwise it
+        comes after archives, and before folders only if these have at most one class.
         """
         if table is not None and (not isinstance(table, NoTable) or folders is None):
             return table
@@ -671,7 +674,10 @@ class SourceFolder:
     def _add_location(self, error: UserError) -> UserError:
         text = str(error)
         where = printable(self.uri)
-        return error if where in text else type(error)(f"{where}: {text}")
+        if where in text:
+            return error
+        kind = SplitUnclear if isinstance(error, MaybeNoClass) else type(error)
+        return kind(f"{where}: {text}")
 
     def _no_data_set_error(self) -> UserError:
         """Return the error that lists the contents of this folder and the accepted layouts."""

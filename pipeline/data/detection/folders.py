@@ -30,6 +30,7 @@ from pipeline.data.splits import (
     WEAK_WORDS,
     SplitUnclear,
     find_role,
+    find_split_word,
     is_generic_split_name,
     normalize_word,
     parse_role,
@@ -463,11 +464,9 @@ def _read_label_and_split(children: Sequence[Folder]) -> Layout:
         )
     patterns: dict[str, str] = {}
     for child in children:
-        words = tokenize_name(child.base_name)
-        word = next(word for word in words if parse_role(word))
-        start = child.base_name.index(word)
-        before = child.base_name[:start]
-        after = child.base_name[start + len(word) :]
+        start, stop = find_split_word(child.base_name)
+        word = child.base_name[start:stop]
+        before, after = child.base_name[:start], child.base_name[stop:]
         if before and after:
             raise SplitUnclear(
                 f"{quoted(child.name)} has a split inside its name; say the splits with "

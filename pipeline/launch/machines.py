@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from pipeline.launch.sizes import Size
@@ -69,12 +70,12 @@ def choose_machine(cloud: str, size: Size) -> Machine:
     Raises:
         UserError: If no known machine is large enough.
     """
+    memory_gb = max(size.memory_gb, math.ceil(size.reserved_gb / RAY_SHARE))
     for machine in MACHINES[cloud]:
         has_gpus = machine.gpus >= size.gpus and bool(machine.gpus) == bool(size.gpus)
-        memory_gb = max(size.memory_gb, size.reserved_gb / RAY_SHARE)
         if has_gpus and machine.cpus >= size.cpus and machine.memory_gb >= memory_gb:
             return machine
     raise UserError(
         f"no known machine of {cloud} has {size.cpus} CPUs, {size.gpus} GPUs and "
-        f"{size.memory_gb} GB; lower --ranks-per-node or the resources of a rank"
+        f"{memory_gb} GB; lower --ranks-per-node or the resources of a rank"
     )

@@ -84,12 +84,19 @@ def choose_size(
     return Size(
         math.ceil(ranks / ranks_per_node),
         cpus,
-        math.ceil(ranks_per_node * gpus_per_rank),
+        count_gpus(gpus_per_rank, ranks_per_node),
         compute_memory_gb(cluster, ranks_per_node, cpus),
         time_limit,
         why,
         cluster.memory_gb_per_worker * ranks_per_node,
     )
+
+
+def count_gpus(gpus_per_rank: float, ranks: int) -> int:
+    """Return the number of GPUs that some ranks need. A rank with less than a GPU is on one GPU."""
+    if gpus_per_rank < 1:
+        return math.ceil(ranks / compute_ranks_per_gpu(gpus_per_rank)) if gpus_per_rank else 0
+    return math.ceil(ranks * gpus_per_rank)
 
 
 def compute_memory_gb(cluster: ClusterSettings, ranks: int, cpus: int) -> int:

@@ -24,6 +24,7 @@ from pipeline.graph import raw_data
 from pipeline.launch import platforms
 from pipeline.launch.cost import SPREADS, Basis, Cost, Estimate, Forecast
 from pipeline.launch.machines import MACHINES, choose_machine
+from pipeline.launch.portable import make_portable
 from pipeline.launch.sharing import ALWAYS_BUSY, Sharing
 from pipeline.launch.sizes import HOURS, Size, choose_size, choose_time_limit
 from pipeline.launch.template import format_inline_yaml, render_file
@@ -73,6 +74,23 @@ def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
 def settings(*lines: str) -> config.Config:
     """Return the demo's config with overrides of the form `key=value`."""
     return config.load(DEMO, [*lines])
+
+
+def test_files_of_a_card_are_copied_and_its_folders_named_in_full(tmp_path: Path) -> None:
+    further = {"path": "further", "splits": {"train": "."}}
+    path = Path(small_run.make_card(tmp_path, "digits", "01", without_images="bad.txt"))
+    card = yaml.safe_load(path.read_text())
+    card["source"]["more"] = [further]
+    path.write_text(yaml.safe_dump(card))
+    (path.parent / "bad.txt").write_text("a.png\nb.png\n")
+    body = small_run.make_body(tmp_path, {"digits": str(path)}, ["linear"])
+    source = small_run.write_config(tmp_path / "c.yaml", body)
+    files = make_portable(source, []).files
+    copied = yaml.safe_load(files["digits-card.yaml"])
+    assert copied["source"]["more"][0]["path"] == str(path.parent / "further")
+    assert files[copied["without_images"]] == "a.png\nb.png\n"
+    with pytest.raises(UserError, match=r"further', which the nodes do not see"):
+        make_portable(source, [], str(tmp_path / "raw"))
 
 
 # ---- the files of the repository -----------------------------------------------------------------
@@ -219,6 +237,7 @@ def test_a_run_in_a_bucket_needs_no_volume() -> None:
         (["cluster.workers=8", "cluster.gpus_per_worker=1"], 4, (2, 4, 4, 16)),
         (["cluster.workers=8", "cluster.gpus_per_worker=0.25"], 0, (2, 4, 1, 16)),
         (["cluster.workers=3", "cluster.gpus_per_worker=0.5"], 0, (2, 2, 1, 8)),
+        (["cluster.workers=5", "cluster.gpus_per_worker=0.4"], 5, (1, 5, 3, 20)),
         (["cluster.workers=2", "cluster.memory_gb_per_worker=24"], 2, (1, 2, 0, 50)),
         (["cluster.workers=1", "cluster.stages={evaluate: {cpus: 6}}"], 0, (1, 6, 0, 24)),
     ],

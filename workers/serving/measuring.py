@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -36,6 +37,7 @@ from workers.storage.artifact import file_info
 MAX_CLASS_IMAGES = 32  # training images per class mean
 MAX_TRAIN_IMAGES = 256  # per task; with more classes, one image per class
 MAX_TEST_IMAGES = 256  # per task
+IMAGES_AT_ONCE = 32  # images that are read at a time
 MAX_RULE_IMAGES = 64  # per task, to measure the rules
 # Maximum of 2 T^2 n for T tasks and n images per task. It limits n, because a rule can need a
 # forward pass for each of the T n images with each of the T tasks.
@@ -219,5 +221,14 @@ def _read_row_pixels(
     predictor: Predictor, table: SampleTable, rows: list[int]
 ) -> NDArray[np.uint8]:
     """Return the images of some rows of a table; see `Predictor.read_pixels`."""
-    limits = Limits(predictor.bundle.body["max_pixels"], value_range=predictor.bundle.value_range)
-    return predictor.read_pixels([table.read_bytes(row) for row in rows], limits)
+    limits = Limits(
+        predictor.bundle.body["max_pixels"],
+        value_range=predictor.bundle.value_range,
+        image_bytes=sys.maxsize,  # the limits of requests do not hold for stored images
+        body_bytes=sys.maxsize,
+    )
+    parts = []
+    for start in range(0, len(rows), IMAGES_AT_ONCE):
+        images = [table.read_bytes(row) for row in rows[start : start + IMAGES_AT_ONCE]]
+        parts.append(predictor.read_pixels(images, limits))
+    return np.concatenate(parts)

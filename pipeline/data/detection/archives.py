@@ -114,7 +114,8 @@ def assign_files(files: Files) -> tuple[dict[str, list[str]], list[str]]:
         The files of each split, and the unused files.
 
     Raises:
-        SplitUnclear: If no file is train, or a path can be read in several ways.
+        SplitUnclear: If no file is train, a path can be read in several ways, or a pattern of the
+            setting `splits` matches no file.
     """
     settings = files.request.given
     if settings.get("split"):
@@ -194,8 +195,8 @@ def _check_variants(files: Files) -> None:
 
     For example, `full/train.parquet` and `small/train.parquet` are two variants of a data set.
     """
-    # folders of a path without a split word, joined -> the rest of each such path: the folders with
-    # a split word, and the file name
+    # parent folders whose names contain no split word, joined -> the other parts of each such path
+    # (folders with a split word, and the file name), joined
     names_by_top: dict[str, set[str]] = {}
     for name in files.names:
         *folders, base = name.split("/")
@@ -359,7 +360,7 @@ def read_columns(files: Files) -> DataSet:
 
 
 def _check_nested(files: Files, schema: Schema, image: str) -> None:
-    """Raise LabelUnclear if the labels are in a list or a struct, for example `meta: {label}`."""
+    """Raise LabelUnclear if only a list or a struct has labels, for example `meta: {label}`."""
     usual = [name for name in schema.names if normalize_word(name) in LABEL_COLUMNS]
     if "label" in files.request.given or any(_may_be_label(schema.types[one]) for one in usual):
         return
@@ -422,7 +423,8 @@ def _list_path_folders(files: Files, column: str) -> Iterator[str]:
         name, _, field = column.partition(".")
         is_field = bool(field) and column not in read_schema(uri).names
         # one field of a struct can be read only from Parquet; from Arrow, the whole struct is read
-        for batch in read_batches(uri, [column if get_suffix(uri) != ARROW_SUFFIX else name]):
+        is_whole = is_field and get_suffix(uri) == ARROW_SUFFIX
+        for batch in read_batches(uri, [name if is_whole else column]):
             values = batch[name if is_field else column]
             if is_field:
                 values = values.field(field)

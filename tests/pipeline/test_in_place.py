@@ -457,6 +457,23 @@ def test_invalid_braces_and_duplicate_shards_are_refused(
         run(card_of(tmp_path, {"train": shards}), tmp_path / "store")
 
 
+def test_image_of_another_kind_before_the_image_is_ignored(tmp_path: Path) -> None:
+    (tmp_path / "wds").mkdir()
+    with tarfile.open(tmp_path / "wds" / "a.tar", "w") as tar:
+        for number in range(8):
+            for suffix, data in (
+                ("depth.tiff", picture(number, "TIFF")),
+                ("jpg", picture(number, "JPEG")),
+                ("cls", b"%d" % (number % 2)),
+            ):
+                member = tarfile.TarInfo(f"{number:05d}.{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    card = card_of(tmp_path / "wds", {"train": "a.tar"}, test_fraction=0.5)
+    manifest, _ = run(card, tmp_path / "store")
+    assert sum(manifest["counts"].values()) == 8
+
+
 def test_braces_with_a_step_count_their_results() -> None:
     urls = in_place.expand_patterns(("b-{0..3000000..100}.tar",))
     assert (len(urls), urls[-1]) == (30_001, "b-3000000.tar")

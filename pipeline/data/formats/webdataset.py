@@ -319,6 +319,7 @@ class Sample:
         key: Key of the sample.
         data: Bytes of the image.
         problem: Reason why the sample cannot be used.
+        image_problem: Reason why its image cannot be used. A preferred image replaces it.
         label: Label from its member.
         text: Text of the member with the name of the class.
         offset: Offset of the image in the shard.
@@ -330,6 +331,7 @@ class Sample:
     key: str
     data: bytes | None = None
     problem: str | None = None
+    image_problem: str | None = None
     label: Label = None
     text: Any = None
     offset: int = 0
@@ -377,14 +379,12 @@ class Sample:
     def _take_image(self, member: tarfile.TarInfo, stream: ShardStream) -> None:
         self.offset = member.offset_data
         self.size = member.size
-        problem = find_size_problem(member.size)
-        if problem is None:
+        self.image_problem = find_size_problem(member.size)
+        if self.image_problem is None:
             stream.seek(member.offset_data)
             self.data = stream.take(member.size)
             if not self.data.startswith(MAGIC) and not WEBP.match(self.data):
-                problem = "corrupt: not an image in JPEG, PNG or WebP"
-        if problem:
-            self._reject(problem)
+                self.image_problem = "corrupt: not an image in JPEG, PNG or WebP"
 
     def _reject(self, problem: str) -> None:
         self.problem = self.problem or problem
@@ -393,6 +393,8 @@ class Sample:
     def item(self, job: ReadJob, archive: str, names: ClassNames) -> Item:
         """Return the sample as an item of the source."""
         has_image = bool(self.found - {"label"})
+        if self.image_problem:
+            self._reject(self.image_problem)
         if is_hidden(self.key) and has_image:
             # `hidden` replaces any other problem, because the sample is left out in any case
             self.problem = None

@@ -148,8 +148,8 @@ def ingest(
 ) -> Manifest:
     """Write the shards, the index and the reports of a card as the artifact `key`.
 
-    The shards have the same bytes for any parallelism. Packs and shards of a killed or failed
-    attempt are reused.
+    The shards have the same bytes for any parallelism. Packs and shards of an interrupted ingest
+    are reused.
 
     Args:
         card: Card of the data.
@@ -158,8 +158,8 @@ def ingest(
         map_fn: `map_fn(function, items)` returns the results in order. It may run in parallel.
         extra: Further fields of the manifest.
         progress: Called with a report of the progress, or None.
-        previous: Key of an earlier ingest of the same data. Its images are not read again, see
-            `KnownImages`.
+        previous: Key of an earlier ingest of the same data, or "". Its unchanged images are not
+            read again, see `KnownImages`.
 
     Returns:
         The manifest of the artifact.
@@ -186,11 +186,17 @@ def ingest(
     if not is_local(root) and is_small(source_units, file_bytes):
         # Packs in a local folder need no requests to the bucket. They are lost after a kill, but
         # packing a small source again is little work.
-        with TemporaryDirectory(prefix="accrete-packs-") as packs:
-            rows = read_source(source_units, card, packs, map, report, file_bytes, known)
-            _write_artifact(
-                card, entries, rows, Attempt(root, key), packs, map, report, fields, known
-            )
+        try:
+            with TemporaryDirectory(prefix="accrete-packs-") as packs:
+                rows = read_source(source_units, card, packs, map, report, file_bytes, known)
+                _write_artifact(
+                    card, entries, rows, Attempt(root, key), packs, map, report, fields, known
+                )
+        except DamagedPack:
+            if known is None:
+                raise
+            # A shard of the earlier ingest is damaged or missing: read all images from the source.
+            return ingest(card, root, key, map_fn, extra, progress)
         return Artifact.need(root, key).manifest
     packs = join(root, key, f"packs-{state_digest[:16]}")
     try:
@@ -206,7 +212,7 @@ def ingest(
         if Artifact.open(root, key) is None:
             if known is None:
                 raise
-            # A shard of the earlier ingest may be damaged, so read all images from the source.
+            # A shard of the earlier ingest may be damaged or missing: read all images again.
             return ingest(card, root, key, map_fn, extra, progress)
         # A bucket has no locks: another process has published the artifact and deleted the packs.
     delete_dir(packs)
@@ -505,8 +511,8 @@ def read_source(
 def raw_content(card: Card, map_fn: MapFn) -> str:
     """Compute the digest of the current raw images of a source, without decoding them.
 
-    It equals `raw_content` in the manifest of an ingest if no image has another name, label, split
-    or other bytes since then.
+    It equals `raw_content` in the manifest of an ingest if, since then, no image was added or
+    removed, and the names, labels, splits and bytes of all images are unchanged.
     """
     all_units = mark_left_out(units(card, map_fn), card)
     parts = map_fn(raw_rows, [RawJob(unit, card) for unit in all_units])
@@ -529,7 +535,10 @@ def _write_all(
     if known is not None:
         same = known.find_shards([shard for shard in shards if shard.name not in written])
         for taken in same.values():
-            known.link_shard(attempt, taken)
+            try:
+                known.link_shard(attempt, taken)
+            except FileNotFoundError as error:
+                raise DamagedPack(f"a shard of the earlier ingest is missing ({error})") from None
         written |= same
     pending = [shard for shard in shards if shard.name not in written]
     jobs = [

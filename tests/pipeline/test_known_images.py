@@ -355,6 +355,16 @@ def test_changed_image_limits_reread_all_images(
     assert decoded.take() == number
 
 
+def test_missing_earlier_shard_is_made_again(folder: Path, tmp_path: Path) -> None:
+    card = card_of(folder, "folder")
+    run(card, tmp_path / "storage", "old")
+    for path in (tmp_path / "storage" / "old").rglob("*.tar"):
+        path.unlink()
+    add_image(folder)
+    grown = run(card, tmp_path / "storage", "new", previous="old")
+    assert data_files(grown) == data_files(run(card, tmp_path / "fresh", "new"))
+
+
 def test_damaged_earlier_shard_does_not_affect_new_results(folder: Path, tmp_path: Path) -> None:
     card = card_of(folder, "folder")
     run(card, tmp_path / "storage", "old")

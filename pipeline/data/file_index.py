@@ -230,7 +230,7 @@ class FileFinder:
     def _find_moves(self, path: RowPath) -> list[tuple[str, str]]:
         """Return the replacements (old prefix, new prefix) that keep the longest tail of a path.
 
-        The result is empty if no file ends with a part of the path, or the path has no extension.
+        The result is empty if no file ends with a tail of the path, or the path has no extension.
         """
         start = path.text.find("/") + 1
         while 0 < start < len(path.text):
@@ -270,10 +270,10 @@ class Placement(NamedTuple):
 def find_placements(
     rows: Sequence[NamedRow], index: FileIndex, folder: str, base: str
 ) -> list[Placement]:
-    """Find all consistent ways to read the paths of a table.
+    """Find the consistent ways to read the paths of a table.
 
     A way is consistent if each row leads to at most one file and no file gets two labels or two
-    splits.
+    splits. Paths relative to the folder of the table are preferred if they find all images.
 
     Args:
         rows: Rows of the table.
@@ -398,11 +398,12 @@ def _build_literal_placement(
 ) -> Placement | None:
     """Build the placement in which each row leads to the only file that ends with its path.
 
-    Its patterns contain the names of folders instead of `{label}` and `{split}`. If a row has
-    several such files, the file in a folder that other rows use is chosen.
+    Its patterns contain the names of folders instead of `{label}` and `{split}`, or `**/` in place
+    of more than MAX_PATTERNS patterns. If a row has several such files, the file in a folder that
+    other rows use is chosen.
 
     Returns:
-        The placement, or None if a row stays ambiguous or there are too many patterns.
+        The placement, or None if a row stays ambiguous or there are too many extensions.
     """
     known = {
         _split_around(row.text, names[0])

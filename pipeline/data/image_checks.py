@@ -52,7 +52,8 @@ class CheckedImage(NamedTuple):
         is_blank: Whether all pixels have one colour.
         became_blank: Whether the image is blank only after conversion to 8 bits: it is transparent,
             or its values are a small part of their range.
-        top: The largest value of an image with 16-bit integers, 0 to 65535. None for other images.
+        top: The largest value of an image with 16-bit integers, 0 to 65535. A lower bound if
+            Pillow has reduced the values to 8 bits. None for other images.
     """
 
     problem: str | None = None
@@ -194,8 +195,8 @@ def encode_for_storage(data: bytes, limits: ImageLimits) -> tuple[bytes, str]:
     """Encode an image for the shard.
 
     Returns:
-        The original bytes and their extension. The image is encoded as PNG instead if few programs
-        read the original format, or if the card sets the value range of an image with more than
+        The original bytes and their extension. The image is encoded as PNG instead if its format
+        is not in STORED_FORMATS, or if the card sets the value range of an image with more than
         8 bits.
     """
     image = open_any(data, limits.max_pixels)

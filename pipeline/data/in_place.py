@@ -188,7 +188,7 @@ def _all_files(card: Card, entries: list[Entry]) -> list[Entry]:
 def _choose_pictures(
     selected: pa.Table, names: Sequence[str], shards: Sequence[IndexedShard]
 ) -> list[PreviewImage]:
-    """Return the pictures of used images, up to the limit of the preview.
+    """Return the pictures of used images, at most `limit_per_group` for each split and class.
 
     Their split is that of `selected`: an image of a train shard can be held out as test.
     """
@@ -230,7 +230,8 @@ class KnownShards(NamedTuple):
     """The shards of an earlier ingest stage.
 
     Attributes:
-        rows: Rows of all samples, with the columns of `packs.ROWS`.
+        rows: Rows of the samples that the earlier card did not exclude, with the columns of
+            `packs.ROWS`.
         runs: Stamp of a shard -> index of the first row, and index after the last row.
         num_rows: Number of rows by stamp, see `known_images.read_num_rows`.
         pictures: Stamp of a shard -> encoded pictures.

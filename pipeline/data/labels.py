@@ -8,7 +8,8 @@ The rules:
 - Spaces around a label are removed, and names are compared in Unicode form NFC.
 - `3`, `3.0` and the number 3 are equal labels; `03` is a different one.
 - A label is the name of a class. It is a position in the list of classes only if the card has
-  `source.numbers: places`, or if the file declares its classes (ClassLabel).
+  `source.numbers: places`, the file declares its classes (ClassLabel), or the data comes from
+  scikit-learn or torchvision.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WHOLE = re.compile(r"-?[0-9]{1,9}")
 WHOLE_AS_FLOAT = re.compile(r"(-?[0-9]{1,9})\.0+")
 MAX_NUMBER_DIGITS = 18  # digits of a numeric label
 NUMBER = "number "  # prefix of a numeric label without a class: `number 7`
-MAX_LABEL_BYTES = 4096
+MAX_LABEL_BYTES = 4096  # of a label in a file; also the maximum characters of a label
 NUMBERS_HINT = (
     "set on the card what numbers are: `source.numbers: names` (of classes), or `places` (in the "
     "list of classes, from 0)"
@@ -146,8 +147,9 @@ class ClassNames:
             The class, the text of a label without a class, or None if the label is missing.
 
         Raises:
-            UserError: If the label is a number that can be the name of one class and the position
-                of another one, and the card does not set `source.numbers`.
+            UserError: If the label is a number that can be both a name and the position of another
+                class, and the card does not set `source.numbers`. With `places`, this is raised
+                only for a text that is the name of one class and the position of another one.
         """
         if label is None:
             return None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from workers.errors import UserError
 
-MAX_KEY_PART = 255  # characters of a part of a key; the usual limit of file systems for a name
+MAX_KEY_PART = 255  # characters of a part of a key
 MAX_NAME = 60  # characters of the name of a data set
 MAX_NAMED = 3  # names that a sentence lists
 MAX_QUOTED = 60  # characters of a name in a sentence

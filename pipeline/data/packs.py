@@ -71,7 +71,8 @@ class UnitJob(NamedTuple):
         card: Card of the source.
         packs: Folder of packs.
         name: Name of the unit's table and packs.
-        earlier: Rows of earlier ingested images that may be in the unit.
+        earlier: Rows of images of an earlier ingest that may have the same bytes as images of the
+            unit.
     """
 
     unit: Unit
@@ -103,7 +104,7 @@ class PackedRange(NamedTuple):
 
 
 def hash_unit(unit: Unit) -> str:
-    """Return a name for a unit that depends on the files it reads."""
+    """Return a name for a unit: a hash of the function that reads it and of its arguments."""
     text = repr((unit.read.__module__, unit.read.__qualname__, unit.args))
     digest = hashlib.sha256(text.encode("utf-8", "backslashreplace"))
     return f"unit-{digest.hexdigest()[:24]}"
@@ -113,7 +114,7 @@ def hash_unit(unit: Unit) -> str:
 def write_unit(job: UnitJob) -> pa.Table:
     """Open and decode every image of a unit, write its packs and its table, and return the table.
 
-    The memory needed is that of one pack and one image.
+    About two packs are in memory at most: the images of a pack, and the pack made of them.
     """
     writer = _PackWriter(job)
     for item, data in job.unit.read(*job.unit.args):
@@ -388,7 +389,8 @@ def raw_rows(job: RawJob) -> pa.Array:
 def read_unit_rows(packs: str, name: str, sizes: Mapping[str, int]) -> pa.Table | None:
     """Return the rows of a finished unit, or None if it must be read again.
 
-    It must be read again if its table is missing or damaged, or if a pack is missing.
+    It must be read again if its table is missing or damaged, if a pack is missing, or if a row
+    refers to a shard of an earlier ingest.
 
     Args:
         packs: Folder of packs.

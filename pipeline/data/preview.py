@@ -25,7 +25,7 @@ from workers.data.decoding import MAX_PIXELS, to_rgb
 
 PREVIEW = "preview.html"
 MAX_PER_GROUP = 8  # pictures per class and split
-MAX_PICTURES = 800  # pictures per page
+MAX_PICTURES = 800  # pictures per data set, see `limit_per_group`
 SIDE = 72  # width and height of a picture in pixels
 MAX_CAPTION_LENGTH = 60  # characters of the file name under a picture
 # start of each preview; `starter` overwrites a file only if it starts like this
@@ -84,7 +84,7 @@ class PreviewSheet(NamedTuple):
 def sample_rows(rows: pa.Table) -> pa.Table:
     """Return the first rows of each split and class for the preview.
 
-    Each group has at most `limit_per_group` rows, and all have at most MAX_PICTURES.
+    Each group has at most `limit_per_group` rows, and all groups together at most MAX_PICTURES.
     """
     splits = rows["split"].combine_chunks().dictionary_encode().indices.to_numpy()
     labels = rows["label"].combine_chunks().dictionary_encode().indices.to_numpy()
@@ -101,7 +101,10 @@ def sample_rows(rows: pa.Table) -> pa.Table:
 
 
 def limit_per_group(num_groups: int) -> int:
-    """Return the maximum number of pictures per class and split, at least 1."""
+    """Return the maximum number of pictures per class and split, for at most MAX_PICTURES in all.
+
+    It is at least 1, so more than MAX_PICTURES groups can have more pictures in all.
+    """
     return max(min(MAX_PER_GROUP, MAX_PICTURES // max(num_groups, 1)), 1)
 
 

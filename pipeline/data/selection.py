@@ -85,8 +85,8 @@ def select_rows(card: Card, rows: pa.Table) -> Selection:
         rows: Rows with the columns of `packs.ROWS`, except `raw` and `stamp`.
 
     Raises:
-        UserError: If no images exist, too many images are corrupt, a class has no train images,
-            or `check_pixel_values` or `check_leaks` fails.
+        UserError: If no images exist, or if `check_bad_fraction`, `check_class_images`,
+            `check_pixel_values` or `check_leaks` fails.
     """
     _require_rows(card, len(rows))
     has_problem = pc.is_valid(rows["problem"])
@@ -251,7 +251,10 @@ def _lowest(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
 
 
 def num_held_out(size: int, fraction: float) -> int:
-    """Return how many of `size` images of a class are held out: at least one, but never all."""
+    """Return how many of `size` images of a class are held out, never all of them.
+
+    The result is at least one if `size` >= 2 and `fraction` > 0.
+    """
     least = 1 if fraction > 0 else 0
     return min(max(round(fraction * size), least), size - 1)
 

@@ -183,7 +183,9 @@ def _write_mark(job: ShardJob, shard: WrittenShard) -> None:
 
 
 def read_mark(packs: str, attempt: str, name: str, sizes: Mapping[str, int]) -> WrittenShard | None:
-    """Return a finished shard, or None if its mark or the shard itself is damaged or missing.
+    """Return a finished shard, or None if its mark is missing or damaged.
+
+    The result is also None if the shard is missing or does not have the size in the mark.
 
     Args:
         packs: Folder of packs.

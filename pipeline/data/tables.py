@@ -20,7 +20,7 @@ from workers.errors import UserError
 DELIMITERS = (",", ";", "\t", "|")
 MAX_LINE = 1 << 20  # characters of a line
 MAX_COLUMNS = 1000
-MAX_TEXT = 1 << 16  # inspected characters of a cell
+MAX_TEXT = 1 << 16  # characters that are kept of a cell, except in CSV
 MAX_COMMENTS = 100  # comment lines before the header
 BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 END = "\x03\x04\x03"  # line added after the last one; it becomes part of a cell with an open quote
@@ -31,7 +31,7 @@ class Row(NamedTuple):
     """One row of a table.
 
     Attributes:
-        number: Number of the row, from 1, without the header.
+        number: Number of the row, from 1, without the header and blank lines.
         values: Values of the requested columns; None for a missing value.
     """
 
@@ -225,7 +225,7 @@ def _has_cells(uri: str, line: str) -> bool:
 
 
 def _delimiter(uri: str, first: str) -> str:
-    """Return the most frequent delimiter in the first row; a tab in .tsv, maybe a space in .txt."""
+    """Return the first row's most frequent delimiter; a tab in .tsv; a space in .txt with none."""
     if get_suffix(uri) == ".tsv":
         return "\t"
     counts = {delimiter: first.count(delimiter) for delimiter in DELIMITERS}
@@ -290,7 +290,7 @@ def _column_rows(uri: str, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def _format_text(value: Any) -> str | None:
-    """Return a value as text (3.0 as `3`), or None for bytes, lists and objects."""
+    """Return a value as text (3.0 as `3`; the `path` of an object), or None for bytes and lists."""
     if isinstance(value, dict):  # an image of the Hugging Face hub with its bytes in a file
         value = value.get("path")
     if isinstance(value, float) and value.is_integer():

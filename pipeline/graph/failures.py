@@ -204,7 +204,7 @@ def read_last_log_lines(path: str) -> str:
 def log_path() -> str:
     """Return the path of the file that stderr of this process is redirected to.
 
-    Ray workers and Slurm jobs have such a file. The result is empty for other processes.
+    Ray workers and Slurm jobs have such a file. The result is empty if stderr is not a file.
     """
     try:
         if stat.S_ISREG(os.fstat(STDERR).st_mode):

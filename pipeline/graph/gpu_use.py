@@ -97,7 +97,7 @@ class GpuUse:
             self.post(self.figures())
 
     def on_event(self, walk: Walk, event: Event) -> None:
-        """Note that a stage has ended, unless the event is a start, progress or a checkpoint."""
+        """Note the end of a stage. Pass a start, progress or a checkpoint on to `progress`."""
         if event.kind not in (EventKind.STARTED, EventKind.PROGRESS, EventKind.CHECKPOINT):
             self.training.discard(event.stage)
         else:

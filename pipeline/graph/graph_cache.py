@@ -75,8 +75,8 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
     Args:
         config: The config.
         run_store: Store of the run.
-        ask_sources: If false, do not contact a data source on another machine if its data was
-            ingested.
+        ask_sources: If false, contact neither the Hugging Face hub, nor a data source on another
+            machine if its data was ingested.
 
     Returns:
         The inputs, or None if the cache cannot be used. This is the case if a card, the raw data or

@@ -1,7 +1,7 @@
 """Record the progress of a run in two files: the event log, and the status.
 
-The event log keeps all events. The status file holds the current state, and other processes read it
-(see `live_status`).
+The event log is the history of the run, without samples and with only some of the progress events.
+The status file holds the current state, and other processes read it (see `live_status`).
 """
 
 from __future__ import annotations

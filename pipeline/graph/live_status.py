@@ -56,7 +56,7 @@ class LiveStage(TypedDict, total=False):
         where: Process or worker group, machine and GPU that run the stage, as text.
         wall_s: Duration in seconds.
         progress: Last progress report of the worker.
-        message: Why the stage failed, or why it waits again.
+        message: Why the stage failed, is blocked, or waits again.
     """
 
     state: StageState

@@ -56,7 +56,7 @@ class KnownSource:
     """The known state of a card's raw data.
 
     Attributes:
-        fingerprint: Digest of the paths and sizes of the files.
+        fingerprint: Digest of the paths and sizes of the files (see `SourceState`).
         modified: Digest of the modification times that the files had when `edition` was last
             determined; "" if unknown.
         edition: "" for the first ingested content, else a prefix of the digest of the raw
@@ -95,7 +95,7 @@ def find_source(store: Store, card: Card, check_remote: bool = True) -> KnownSou
             contacting it, if its data was ingested.
 
     Raises:
-        UserError: If the files do not exist and no earlier state is known.
+        UserError: If the splits of the card have no files, and no earlier state is known.
         StorageUnavailable: If the source cannot be reached and no earlier state is known.
     """
     last_fingerprint = store.remembered(card.identity())
@@ -278,7 +278,7 @@ def describe_changes(store: Store, card: Card, now: Mapping[str, tuple[int, str]
     The result is empty if nothing changed, or if there was no such ingest.
 
     Args:
-        store: Stores the fingerprints of the last ingest.
+        store: Stores the `ClassFiles` of the last ingest.
         card: The card.
         now: Result of `fingerprint_classes` for the current files.
     """

@@ -313,7 +313,7 @@ class GraphRun:
         """Schedule outdated stages again after a stage has finished, and return the decisions.
 
         If the content of a parent changed while the stage ran, the stage itself is outdated.
-        Otherwise, each finished child computed from another content of the stage is
+        Otherwise, each finished child that was computed from another content of the stage is
         outdated.
         """
         reason = self._why_outdated(stage_id)

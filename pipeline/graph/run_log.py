@@ -34,7 +34,7 @@ class OneLineFormatter(logging.Formatter):
 
 
 def is_not_on_screen(record: logging.LogRecord) -> bool:
-    """Return whether to log a record: the terminal does not show its content. Used as a filter."""
+    """Return whether the terminal does not show the content of a record. Used as a filter."""
     return not getattr(record, ON_SCREEN, False)
 
 

@@ -201,7 +201,10 @@ def needed_keys(record: RunRecord) -> set[str]:
 
 
 def is_provisional(entry: Mapping[str, Any]) -> bool:
-    """Return whether the key of a recorded stage was provisional. See `Stage.is_provisional`."""
+    """Return whether images of a recorded stage were not ingested, so that its key is provisional.
+
+    Unlike `Stage.is_provisional`, this ignores ancestors, and images of the next task.
+    """
     inputs = entry.get("inputs")
     images = inputs.get("images") if isinstance(inputs, Mapping) else None
     return isinstance(images, Mapping) and any(

@@ -1,7 +1,7 @@
 """Divide the images of each class among several tasks, for streams in which classes recur.
 
 This is the setting `slices` of an entry of a stream. All tasks have the same classes and share one
-output space (scenario `domain`), but each task has images of only some of the classes.
+output space (scenario `domain`), but a task can have images of only some of the classes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def cut_slices(slices: Slices, classes: Sequence[str], name: str) -> list[Parts]
 def _cut_blurry(slices: Slices, names: list[str], generator: Random, entry: str) -> list[Parts]:
     """Divide the images as in i-Blurry (Koh et al., ICLR 2022).
 
-    The share `disjoint` of the classes is in one task only. Each other class has a main task, and
-    the share `blur` of the class's images is divided equally among the other tasks.
+    Of the classes, the share `disjoint` have all their images in one task. Each other class has a
+    main task, and the share `blur` of its images is divided equally among the other tasks.
     """
     if len(names) < slices.tasks:
         raise UserError(

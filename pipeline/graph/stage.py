@@ -42,7 +42,8 @@ class Stage:
 
     Attributes:
         id: Readable id, unique in the graph: `label/task/step` for a step of a method, `data/CARD`
-            for an ingest, `features/TASK`, `backbone` or `report`.
+            for an ingest, `features/TASK`, `backbone` or `report`. It starts with `replica/` if
+            `replica` is set.
         step: Kind of the stage.
         key: Content address of the result.
         inputs: Inputs of the key, besides the keys of the parents. They also explain a miss. The

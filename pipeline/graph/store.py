@@ -1,6 +1,6 @@
 """The store: keys of stages, look-ups of results, records of runs, and garbage.
 
-The storage is a folder or bucket given by the user. The store is the access to its results and
+The storage is a folder or bucket given by the user. A `Store` gives access to its results and
 records. A look-up that finds no valid result (a miss) gives the reason.
 """
 
@@ -226,7 +226,7 @@ class Store:
         self.delete_group_folders()
 
     def delete_group_folders(self, owner: str | None = None) -> None:
-        """Delete the folders of Ray Train that drivers killed on this machine left.
+        """Delete the folders of Ray Train that killed drivers of this machine left behind.
 
         Args:
             owner: Part of the names of the folders of a driver, whose folders are deleted too.

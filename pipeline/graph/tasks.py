@@ -136,7 +136,9 @@ def _check_roles(tasks: list[Task]) -> None:
 
 
 def _share_classes(tasks: Sequence[Task]) -> list[Task]:
-    """Return the tasks of scenario `domain` with their classes in the order of the first task.
+    """Return the tasks of scenario `domain` with their classes in one order.
+
+    It is the order of the pretrained classifier, or else of the first task with labels.
 
     Raises:
         UserError: If two tasks have different classes.
@@ -144,7 +146,7 @@ def _share_classes(tasks: Sequence[Task]) -> list[Task]:
     labelled = [task for task in tasks if task.role != "unlabelled"]
     if not labelled:
         return list(tasks)
-    # the order of a classifier's outputs is given, and so all tasks follow it
+    # the order of the outputs of a pretrained classifier is fixed, so all tasks follow it
     first = next((task for task in labelled if task.has_own_head), labelled[0])
     shared = {nfc(name): name for name in first.classes}
     ordered = []

@@ -40,7 +40,7 @@ class EventKind(StrEnum):
     DONE = "done"  # the stage has a result; body: its manifest
     FAILED = "failed"  # the stage raised an error
     LOST = "lost"  # the workers of the stage died
-    MOVED = "moved"  # the node of the stage was lost or preempted: this does not count as a try
+    MOVED = "moved"  # the node of the stage was lost or preempted; not a try (up to MAX_MOVES)
     DAMAGED = "damaged"  # a file of an input is damaged; `key`: key of the damaged result
     STARTED = "started"  # a worker has started the stage; body: `where`, `nodes`, `gpus`
     PROGRESS = "progress"  # body: progress of the stage
@@ -113,7 +113,7 @@ class Walk:
         states: State of each stage, by id.
         tries: Number of failed tries, by stage id.
         moves: Number of lost nodes, by stage id.
-        messages: Last message about a stage, by stage id.
+        messages: Why a stage failed or is blocked, by stage id.
     """
 
     graph: Graph

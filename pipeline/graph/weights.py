@@ -1,7 +1,7 @@
 """Locate the pretrained backbone weights of a config: a local file or a Hugging Face hub model.
 
 The setting is `backbone.weights`: `none` (random), `hub` (timm's own pretrained weights),
-`hf-hub:OWNER/NAME` (a "hub model" in this module), or the path of a .safetensors file.
+`hf-hub:OWNER/NAME[@REVISION]` (a "hub model" in this module), or the path of a .safetensors file.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class AddRequest:
         kind: How to interpret the data: as a task, as new classes, or as images of known classes.
             None: decide from the data, which must be unambiguous.
         into: Name of the task that the new classes join. Empty: they become a new task.
-        name: Name of the new task. Empty: the next free name.
+        name: Name of the new task. Empty: a free name is chosen.
         model: Model folder to update. Empty: none.
         method: Label of the method that the model folder serves. None: choose it if only one fits.
         max_drop: Largest accepted loss of accuracy of a task in the model folder, in percentage

@@ -40,14 +40,15 @@ class Leftovers:
 
     Attributes:
         run: The current run.
-        garbage: Folders with results that no run and no search needs.
+        garbage: All folders with results in the storage that no run and no search needs, whichever
+            run made them.
         has_records: Whether there are records of earlier states.
         files: Paths of further files: outdated analyses, states of raw data, and the preview page
             next to the config.
         tracked: Files and models in MLflow. None if MLflow is not used.
         left: Notes about places that could not be checked.
 
-    The cache of shards and decoded images is always deleted, too.
+    The caches (of shards, decoded images and graphs) are always deleted, too.
     """
 
     run: PreparedRun
@@ -58,7 +59,7 @@ class Leftovers:
     left: list[str] = field(default_factory=list)
 
     def is_empty(self) -> bool:
-        """Return whether there is nothing to delete, apart from the cache."""
+        """Return whether there is nothing to delete, apart from the caches."""
         return not (self.garbage or self.has_records or self.files or self._num_tracked())
 
     def lines(self) -> list[str]:

@@ -33,7 +33,7 @@ class UsedCard:
     """A card of a stream.
 
     Attributes:
-        path: Path of the card in the config, relative to the working directory.
+        path: Name of a card in `datasets`, or path of the card, relative to the working directory.
         card: Content of the card. `classes` is `(FROM_SOURCE,)` if its classes come from the
             source.
         entries: Positions in `stream.tasks` of the entries that use the card.
@@ -54,8 +54,8 @@ class NewData:
         card: The card whose source has grown. None for a separate data set.
         data_set: The separate data set. None if a source has grown.
         classes: New classes: no task has them.
-        images: Known class -> number of new files; 0 if only existing files have changed. Empty if
-            the files of a grown source contain several images each.
+        images: Known class -> number of new images; 0 if files were only changed or removed. Empty
+            if the files of a grown source contain several images each, or were never ingested.
         all_classes: All classes of the data.
         passed_over: Classes of a grown source that no task has, but that are not new: the card
             lists them, or an earlier ingest has read them.

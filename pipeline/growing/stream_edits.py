@@ -44,9 +44,9 @@ class FileChanges:
     """Changes of several files.
 
     Attributes:
-        texts: New contents by path, in writing order. The config is written before its cards. If
-            the command is killed in between, the config names classes that its card lacks, so
-            Accrete rejects the config until the command is repeated.
+        texts: New contents by path, in writing order: new files and lists of images, the config,
+            edited cards. If `add` is killed before the last step, the config names classes that
+            its card lacks, so Accrete rejects the config until the command is repeated.
         lines: Descriptions of the changes.
         before: Previous contents by path, after `write`. None for a file that did not exist.
     """
@@ -197,7 +197,7 @@ def edit_stream(
         new: The new data.
         kind: How to interpret the data. None: decide from the data, which must be unambiguous.
         into: Name of the task that the new classes join. Empty: they become a new task.
-        name: Name of the new task. Empty: the next free name.
+        name: Name of the new task. Empty: a free name is chosen.
         data: Path of the data as given by the user.
 
     Raises:
@@ -382,7 +382,8 @@ class StreamEditor:
             name: Name of the new task. Empty: the next free name.
 
         Raises:
-            UserError: If the task `into` does not list its classes, or both names are given.
+            UserError: If the task `into` does not list its classes or has role `pretrained`, or if
+                both names are given.
         """
         if into:
             index = self._position(into)
@@ -565,7 +566,7 @@ class StreamEditor:
         return self.card_texts[file]
 
     def grow_card(self, used: UsedCard, new: NewData) -> None:
-        """Add new classes at the end of the classes of a card, if the card lists its classes.
+        """Add new classes at the end of a card's list of classes, if any, and to `num_classes`.
 
         Raises:
             UserError: If the card cannot be edited, or a new class was removed from it before.

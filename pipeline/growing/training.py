@@ -13,9 +13,10 @@ from workers.methods import METHODS
 def describe_training(plan: RunPlan) -> list[str]:
     """Return a line for each method that trains: its tasks, and how they depend on each other.
 
-    In a star, each task is trained independently. In a chain, and for methods that train on the
-    data of all tasks so far, later tasks are trained again, too. Before ingest, it is unknown which
-    tasks have changed images, so the result is one line that says so.
+    A line about the backbone comes first if it is trained on images of the base task. In a star,
+    each task is trained independently. In a chain, and for methods that train on the data of all
+    tasks so far, later tasks are trained again, too. Before ingest, it is unknown which tasks have
+    changed images, so the result is one line that says so.
     """
     run, todo = plan.run, plan.stages_to_run
     if any(run.graph[stage].is_provisional for stage in todo):

@@ -294,7 +294,7 @@ def _block(value: Any) -> str:
 
 
 def _wrap_yaml(value: Any) -> str:
-    """Return a value as YAML in brackets. A long list is wrapped."""
+    """Return a value as YAML, collections in brackets. A long list is wrapped."""
     if not isinstance(value, list):
         return _flow(value)
     text = dump_yaml(value, default_flow_style=True, width=LINE_WIDTH - 8).strip()

@@ -119,10 +119,10 @@ def analyse_runs(
 
     Args:
         runs: The finished runs.
-        images: Maximum number of test images per task.
+        images: Maximum number of test images per task, except for `other_tasks`.
         drawn: Maximum number of images per task with attention maps; 0 for no maps.
         robustness: Whether to measure the accuracy on occluded and adversarial images.
-        other_tasks: Tasks of other cards. The models are also tested on their images.
+        other_tasks: Tasks of other cards. The models are also tested on all their test images.
 
     Raises:
         UserError: If no method has attention, and neither `robustness` nor `other_tasks` is given.
@@ -258,8 +258,8 @@ def build_attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> Analys
     """Build the table and picture of attention.
 
     The table has one line per method: its accuracy, and the entropy, distance and scale of its
-    attention (see `attention_rows`), averaged over tasks and heads. `uniform` is the entropy of
-    uniform attention.
+    attention (see `attention_rows`), averaged over tasks, heads and blocks; entropy and distance
+    also for the first and the last block. `uniform` is the entropy of uniform attention.
     """
     body = []
     for run, label, name in named_methods(runs):

@@ -371,8 +371,9 @@ class Comparison:
         """Return whether the means of two entries differ by more than the noise.
 
         Only seeds that both entries have are compared. With bootstrap draws, `intervals.differ`
-        decides. Otherwise, Student's t interval of the differences must exclude zero. Accuracies of
-        a single seed never differ by more than the noise, because one seed does not show the noise.
+        decides. Otherwise, Student's t interval of the differences must exclude zero. If there is
+        one seed, or all differences are equal, the noise is unknown: accuracies then never differ,
+        and other metrics differ if the difference is not zero.
         """
         values = entry.values(metric)
         base = other.values(metric)
@@ -780,7 +781,7 @@ def find_differing_rows(columns: Mapping[str, Mapping[str, Any]]) -> list[Row]:
 
 
 def index_lists(value: Any) -> Any:
-    """Replace lists of mappings by mappings from index to item, because `flatten` skips lists."""
+    """Replace lists of mappings by mappings from index to item, because `flatten` keeps lists."""
     if isinstance(value, Mapping):
         return {name: index_lists(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping):

@@ -214,7 +214,7 @@ def density_figure(tables: RunTables, label: str, views: list[MaskView]) -> Capt
 
 
 def overlap_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
-    """Return the figure of the Jaccard index of masks; None for fewer than two tasks with masks."""
+    """Return the figure of the Jaccard index of masks; None without masks or a second task."""
     figure = mask_plots.draw_overlaps(views)
     if figure is None:
         return None
@@ -238,7 +238,7 @@ def capacity_figure(tables: RunTables, label: str, views: list[MaskView]) -> Cap
 
 
 def layers_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
-    """Return the figure of the kept share of each unit in the newest mask; None without masks."""
+    """Return the figure of the kept share of units in the newest mask; None without block masks."""
     if not views:
         return None
     figure = mask_plots.draw_layers(views[-1])

@@ -22,7 +22,7 @@ MAX_TRIES = 3  # number of latest failed tries to print without --all
 LONGEST_LINE = 2 * MAX_TEXT  # maximum characters of a line for an event
 MAX_NAMES = 8  # maximum number of stages that an error message lists
 DECISION = "decision_"  # prefix of events that record a decision of the scheduler
-ROUTINE = ("progress", "decision_launch")  # kinds of events that the log of a run omits
+ROUTINE = ("progress", "decision_launch")  # events that the log of a run omits without --all
 
 
 def log_text(storage: str, name: str, stage_id: str = "", with_all: bool = False) -> str:

@@ -202,7 +202,7 @@ def draw_density(views: Sequence[MaskView]) -> Figure | None:
 def draw_layers(view: MaskView) -> Figure | None:
     """Draw the kept share of each output unit, with one panel per kind and one row per mask.
 
-    Rows are in the order of the blocks. If there are many units, adjacent units share a pixel.
+    Rows are in the order of the blocks. Adjacent units of wide layers are averaged.
     Return None if no mask belongs to a block.
     """
     profiles: dict[str, list[tuple[int, NDArray[np.float32]]]] = {}

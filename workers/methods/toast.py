@@ -106,8 +106,8 @@ class Toast(Method[S]):
     role `unlabelled` has the same step, with the second term only.
 
     Without augmentation the first pass over an image is the same in every epoch. A stage computes
-    it once per image and keeps its input and output tokens, if those of all images fit into
-    MAX_FIRST_PASS_BYTES: 8 N D bytes for an image with N tokens of width D (`precompute`).
+    it once per image and keeps the tokens that the second pass needs, if those of all images fit
+    into MAX_FIRST_PASS_BYTES: 8 N D bytes for an image with N tokens of width D (`precompute`).
 
     Differences from the paper and its code:
     - The value bias is not added twice, so that with P = 0 the features equal the backbone's bit
@@ -124,8 +124,8 @@ class Toast(Method[S]):
       every block. xi is the mean token of a noise image, which has a positive cosine with tokens of
       any image. The code starts from random numbers (std 0.02; `start: random`), which fade on
       their way down, and disturb the backbone until they are tuned.
-    - If a family of ViTs has separate parameters for the biases of values, they are added after the
-      fused product: equal except for rounding.
+    - In ViTs whose value biases are separate parameters, these are added after the product with the
+      fused weight, which only changes the rounding.
     - On a ConvNeXt the map after the last stage is fed back raw, and selected by its cosine after
       the last norm. From stage to stage W1_l is a transposed convolution with the stage's stride as
       kernel, W2_l is 1 x 1; the feedback is added to the input of the stage, and W1_l should invert

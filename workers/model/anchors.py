@@ -55,7 +55,7 @@ class AnchoredWeights:
         self.weights = [weights[name] for name in importance]
         self.anchors = flatten(anchors[name] for name in importance)
         self.importance = flatten(importance.values())
-        # Buffers that all steps reuse: a CPU would clear the pages of new large tensors.
+        # All steps reuse these buffers: on a CPU the system clears the pages of new large tensors.
         self._distance = torch.empty_like(self.anchors)
         self._product = torch.empty_like(self.anchors)
 

@@ -52,8 +52,8 @@ def convert_checkpoint(source: str, target: str = "", key: str = "") -> Conversi
         key: Entry with the tensors, for example `state_dict_ema`. Default: the only one.
 
     Raises:
-        UserError: If the checkpoint cannot be read, has no tensors or several sets of tensors, or
-            the target exists.
+        UserError: If the checkpoint cannot be read, `key` does not select one set of tensors, a
+            tensor cannot be stored, or the target exists or cannot be written.
     """
     target = target or _replace_suffix(source)
     if os.path.exists(target):

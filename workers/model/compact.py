@@ -1,8 +1,9 @@
 """Inference that skips the tokens, neurons and channels that a task's masks drop.
 
-ViT: a block computes keys and values of kept tokens only, and queries of live tokens only. A token
-is live if a later block keeps it as a key, or if the pooling or Context Broadcasting (see
-context.py) reads it. FFN neurons that cannot affect the output are removed.
+ViT: a block computes keys and values of kept tokens only (with `self_loop` also of live tokens),
+and queries of live tokens only. A token is live if a later block keeps it as a key, or if the
+pooling or Context Broadcasting (see context.py) reads it. FFN neurons that cannot affect the output
+are removed.
 
 ResNet: inner channels of residual blocks that cannot affect the output are removed.
 """
@@ -138,7 +139,7 @@ def count_multiply_adds(model: nn.Module, *shape: int) -> int:
 class CompactBlock(nn.Module):
     """A block that computes only the tokens and neurons in its plan.
 
-    It shares the modules for norms, projection and layer scale with the backbone.
+    Norms, layer scale, gate, projection and activation are the backbone's own modules.
 
     Attributes:
         queries: Positions of the plan's queries among its inputs. None: all inputs are queries.

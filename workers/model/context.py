@@ -21,7 +21,7 @@ from workers.errors import UserError
 from workers.job import ContextSettings, key_inputs
 
 PLAIN = "a plain ViT such as vit_tiny_patch16_224 or deit_small_patch16_224"
-HEADS = ("replace", "parallel", "compensate")  # kinds that add uniform heads to attention
+HEADS = ("replace", "parallel", "compensate")  # kinds with uniform heads in attention
 # place of the other kinds -> changed parts of a block
 PARTS = {"end": ("mlp",), "front": ("mlp",), "attention": ("attn",), "both": ("attn", "mlp")}
 
@@ -155,15 +155,15 @@ def insert_context(backbone: nn.Module, settings: ContextSettings) -> None:
 
     - `cb`, `cbs`, `se`: a module in the branch that `settings.place` selects: at the end of the MLP
       or of attention (or of both), before layer scale, stochastic depth and the residual addition;
-      or in front of the MLP, after its norm. CB commutes with affine operations on single tokens.
-      Therefore the middle of the MLP after the activation would be the same function as its end,
-      but at four times the cost, and before the activation the same as its front.
+      or in front of the MLP, after its norm. CB (unless `pool` is `max`) commutes with affine
+      operations on single tokens. Therefore the middle of the MLP after the activation would be the
+      same function as its end at four times the cost, and before the activation that of its front.
     - `replace`: the first attention head attends uniformly to all tokens. Its queries and keys stay
       among the parameters, but nothing depends on them.
     - `parallel`: attention gets an additional uniform head.
-    - `compensate`: both `replace` and `parallel`. The new head has as many parameters as the
-      queries and keys of the replaced head. This is our interpretation of the paper's comparison at
-      equal size.
+    - `compensate`: both `replace` and `parallel`. The new head has as many weights as the queries
+      and keys of the replaced head. This is our interpretation of the paper's comparison at equal
+      size.
 
     Args:
         backbone: The backbone.

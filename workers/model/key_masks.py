@@ -28,7 +28,7 @@ TILE_SCORES = 128 * 1024
 def attend(policy: Tensor, scale: float, bias: Tensor | None, *qkv: Tensor) -> Tensor:
     """Return Psi v with Psi = policy * exp(s) / sum(policy * exp(s)), MEAT Eq. 4 and 5.
 
-    s = scale q k^T + bias. Psi is computed in fp32, or in fp64 if q is fp64. In contrast to
+    s = scale q k^T + bias. Psi is computed in fp32, or in fp64 if all inputs are fp64. Unlike with
     masked_fill(-inf), the gradient of the policy is also nonzero for masked keys: d Psi_i / d
     policy_j = exp(s_j) / sum * (delta_ij - Psi_i).
 

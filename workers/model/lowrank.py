@@ -1,8 +1,8 @@
 """LoRA (Hu et al., ICLR 2022): W + s B A, merged into W or computed in a parallel branch.
 
-For the fused projection of queries, keys and values in the blocks of a timm VisionTransformer, the
-updates of all blocks are stacked (`LowRank`). For linear layers of other backbones, each layer has
-separate tensors (`LinearUpdates`).
+If the target is the fused projection of queries, keys and values of a timm VisionTransformer, the
+updates of all blocks are stacked (`LowRank`). Otherwise (target `linear`, or another backbone) each
+layer has separate tensors (`LinearUpdates`).
 
 Axes: L blocks, P parts of the projection's rows with one update each, r rank, d input width, o rows
 of a part, O rows of the whole projection, R rows of all factors A of a projection together.

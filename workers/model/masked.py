@@ -31,8 +31,8 @@ class KeyMasks:
 
     Attributes:
         keys: Mask of the tokens as keys. None: timm's forward pass. Bool (1 or B, N), True = kept,
-            for evaluation: timm's forward pass with a boolean mask. Float 0/1 (B, N), for training:
-            `attend`, with a gradient for the mask and without dropout.
+            for evaluation: timm's forward pass with an attention mask. Float 0/1 (B, N), for
+            training: `attend`, with a gradient for the mask and without attention dropout.
         self_loop: Every token attends to itself even if it is masked, as in the released MEAT code.
             The paper has no such term.
     """

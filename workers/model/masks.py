@@ -216,9 +216,9 @@ class SoftBinary(nn.Module):
 
 
 def sample_together(masks: Sequence[SoftBinary]) -> list[Tensor]:
-    """Return `sample()` of each mask. Masks of the same shape are computed together.
+    """Return `sample()` of each mask. All masks must have the same settings.
 
-    All masks must have the same settings. The results are views of a common tensor.
+    Masks of the same shape are computed together; their results are views of a common tensor.
     """
     by_shape: dict[torch.Size, list[int]] = {}
     for index, mask in enumerate(masks):

@@ -105,7 +105,7 @@ class PromptSites:
             own prompts, which replace the outputs of the previous block's prompts.
 
     Raises:
-        UserError: If the attention of a block does not accept any number of tokens.
+        UserError: If the attention of a block requires a fixed number of tokens.
     """
 
     def __init__(self, vit: Any, depth: Depth):
@@ -133,7 +133,8 @@ class PromptSites:
         """Apply prompts inside the context. The forward pass is differentiable in them.
 
         Args:
-            prompts: (L, p, d), or (1, p, d) if all blocks have the same prompts. None: no prompts.
+            prompts: (L, p, d), or (1, p, d) for `shallow`, or if all blocks have the same prompts.
+                None: no prompts.
         """
         try:
             for index, hook in enumerate([*self.hooks, self.out]):

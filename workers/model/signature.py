@@ -1,7 +1,7 @@
 """Check the options of a backbone against the signature of the timm model.
 
-An option must be an argument of the model, its value must have the right type, and the name of a
-layer must be known to timm.
+An option must be an argument of the model, its value must have the right type (a size must also be
+positive), and the name of a layer must be known to timm.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def list_arguments(name: str) -> Mapping[str, Argument]:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Check that every option is an argument of timm's model `name`, with the right type.
+    """Check that every option is an argument of timm's model `name`, with a valid value.
 
     Raises:
         UserError: If an option is not accepted.

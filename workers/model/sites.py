@@ -127,8 +127,8 @@ class TokenSites:
     """The masks of a ViT.
 
     Gates mask patch tokens as keys and values of attention. Entries mask the FFN's weights, or its
-    hidden neurons. Context Broadcasting after an FFN (see context.py) reads all tokens, so masked
-    tokens are then computed too.
+    hidden neurons. Context Broadcasting (see context.py) reads all tokens, so a block with it
+    computes masked tokens, too.
     """
 
     kinds = ("token", "FFN")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# singular vectors are ignored if their singular value, divided by the largest one, is smaller
+# singular vectors are ignored if their singular value, divided by the largest of R, is smaller
 NEGLIGIBLE = 1e-6
 
 

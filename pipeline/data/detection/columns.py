@@ -131,6 +131,7 @@ def find_label_column(
 
     Raises:
         LabelUnclear: If several columns can be the label.
+        UserError: If there is no column with the name that the user gave.
     """
     requested = columns.request.given.get("label")
     if requested is not None:
@@ -224,8 +225,8 @@ def tokenize_lower(name: str) -> list[str]:
 def _looks_like_labels(texts: Sequence[str | None], name: str) -> bool:
     """Return whether values repeat like labels, and the name of the column allows a label.
 
-    There must be at least two distinct values, each occurring twice on average. Numbers must be
-    whole, with at most MAX_SPLIT_VALUES distinct ones.
+    There must be at least two distinct values. If there are more, each must occur at least twice on
+    average. Numbers must be whole, with at most MAX_SPLIT_VALUES distinct ones.
     """
     labels = [label for label in map(normalize_label, texts) if label is not None]
     distinct = set(labels)
@@ -260,9 +261,9 @@ def _are_equivalent(sample: Values, first: str, second: str) -> bool:
 
 
 def _refines(sample: Values, fine: str, coarse: str) -> bool:
-    """Return whether each value of a column always comes with one value of another one.
+    """Return whether each value of column `fine` always occurs with the same value of `coarse`.
 
-    A sample with a single value shows nothing: the rows may be sorted by class.
+    A sample with a single pair of values shows nothing: the rows may be sorted by class.
     """
     pairs = {*zip(sample[fine], sample[coarse], strict=True)}
     return 1 < len(pairs) == len({value for value, _ in pairs})
@@ -279,7 +280,8 @@ def find_split_columns(
         taken: Columns with another role, for example the image column.
 
     Returns:
-        The columns and the values of each split, or `((), None)` without a split column.
+        The columns, and the values of each split; `((), None)` without a split column. Instead of
+        values, there are flag columns if there are several, and none if the user gave `splits`.
 
     Raises:
         SplitUnclear: If several columns can be the split, or some values of the column are not a

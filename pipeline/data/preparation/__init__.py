@@ -2,8 +2,8 @@
 
 `prepare` is the command `accrete data prepare`. The user has downloaded the official files by hand.
 To add a layout, add a module to this package and its name to `OfficialLayout` in archives.py. The
-module defines `LAYOUTS`, the variants in which the files are distributed. The module is imported
-when a card uses the layout.
+module defines `LAYOUTS`, the variants in which the files are distributed. `find_files` imports the
+module.
 """
 
 from __future__ import annotations

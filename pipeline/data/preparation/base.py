@@ -84,7 +84,7 @@ def map_class_folders(names: Iterable[tuple[str, str]], where: str) -> dict[str,
         where: Name of the list, for the error.
 
     Raises:
-        UserError: If two classes would share a folder.
+        UserError: If two classes would share a folder, or a name cannot be the name of a folder.
     """
     folders: dict[str, str] = {}
     numbers: dict[str, str] = {}

@@ -68,8 +68,8 @@ class Element(NamedTuple):
 def read_variables(data: bytes, where: str, names: Sequence[str]) -> dict[str, Value]:
     """Return variables of a .mat file.
 
-    A variable is a vector of numbers (in column order), a text, a list of cells, or a list of
-    structs. A struct is a dict from field to value.
+    A variable is a vector of numbers (in column order), a text, a list of cells, a list of structs,
+    or None if its class is not supported. A struct is a dict from field to value.
 
     Args:
         data: Bytes of the file.

@@ -63,7 +63,8 @@ class TargetFolder:
             copy: Write copies instead of links.
 
         Raises:
-            UserError: If an image has no box, or cannot be cropped.
+            UserError: If an image has no box or cannot be cropped, or if two images of a class have
+                the same file name.
         """
         os.makedirs(self.path, exist_ok=True)
         unfinished = tempfile.mkdtemp(prefix=UNFINISHED, dir=self.path)

@@ -70,7 +70,7 @@ def _check_magnitude(number: float, largest_whole: int) -> None:
 
 
 def _limit_numbers(schema: Any, largest: Mapping[str, float]) -> None:
-    """Add limits to the numbers in a JSON schema that have none, in place.
+    """Add missing limits to the numbers in a JSON schema, in place; `> 0` becomes `>= SMALLEST`.
 
     Args:
         schema: A schema, or a part of a schema. Definitions that it refers to are not changed.

@@ -3,8 +3,8 @@
 A stage is a node of the graph: one step of one task, for example `train`, `herd` or `evaluate`. An
 update of the weights is called an optimizer step. Read this file from the top: `run_stage` looks up
 the result or computes it with `train_task`, `train_backbone`, `evaluate_task` (evaluate.py) or
-`compute_features` (feature_stage.py). The first two call `fit`, which calls `train_epochs` and
-`train_step`.
+`compute_features` (feature_stage.py). The first two call `fit`, which calls `train_epochs`, which
+calls `train_step`.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def publish_result(
 ) -> dict[str, Any]:
     """Write a result to the store, and return the manifest that is in the store afterwards.
 
-    If another process has published a result first, its result is kept and its manifest returned:
+    If another process has published a result first, its result is kept and its manifest returned,
     with an added `note` if the two results differ.
     """
     attempt = Attempt(job.root, job.key)
@@ -281,7 +281,7 @@ class Training(NamedTuple):
 def fit(
     job: StageJob, method: Method, carried: Carried | None, group: dist.Group, report: Report
 ) -> Training:
-    """Run a step of a task and return the metrics of the epochs.
+    """Run a step of a task and return its metrics, length and warnings.
 
     Training resumes from the stage's checkpoint if there is one. For a step without training
     (`Step.trains` is False, or no epochs) only `Method.begin` runs. If such a step is `measured`,
@@ -475,7 +475,8 @@ def train_epochs(
 ) -> list[dict[str, Any]]:
     """Train from the stage's checkpoint, or from the start, to the last epoch.
 
-    Return the metrics of all epochs, one row per epoch, including those before the checkpoint.
+    Return one row of metrics per epoch, including the epochs before the checkpoint. With
+    `train.keep: best`, the method then has the weights of the best epoch.
     """
     epochs = job.train.epochs
     # Rank 0 alone reads the checkpoint, so that all ranks start from the same one.
@@ -617,7 +618,8 @@ def compute_gradients(
     """Set the gradient of each parameter to the gradient of the mean loss over the global batch.
 
     A micro-batch has the share `Batch.weight` of the global batch. The weighted gradients are
-    summed over micro-batches and ranks. A replay batch has its own weight.
+    summed over micro-batches and ranks. Those of the replay loss are added, unless the method is
+    `CombinesGradients`.
 
     Returns:
         The loss and its terms, as in `train_step`.

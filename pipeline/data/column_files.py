@@ -46,7 +46,8 @@ class Schema(NamedTuple):
 
     Attributes:
         names: Names of all columns.
-        images: Columns of images: bytes, or structs with a field `bytes`.
+        images: Columns of type Image in the hub's metadata; without such columns, all columns with
+            bytes, or structs with a field `bytes`.
         classes: Label column -> class names, from the hub's metadata (ClassLabel).
         types: Column -> type.
     """
@@ -195,7 +196,7 @@ def _find_text_columns(schema: pa.Schema, names: Sequence[str]) -> list[str]:
 
 
 def _check_row_groups(uri: str, metadata: pq.FileMetaData, names: Sequence[str], size: int) -> None:
-    """Raise UserError if the decompressed size is implausible for the size of the file."""
+    """Raise UserError if the rows or the decompressed size are implausible for a file of `size`."""
     _check_rows(uri, metadata.num_rows, size)
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)

@@ -174,6 +174,8 @@ def is_no(value: str | None) -> bool:
 def parse_flag_values(role: Role, values: Iterable[str]) -> SplitWords | None:
     """Map the values of a flag column to splits: yes to its own split, no to the other one.
 
+    The split of a validation or held-out flag becomes test.
+
     Args:
         role: The role that the flag marks, from `parse_flag_column`.
         values: The values of the column.

@@ -238,7 +238,8 @@ def propose(
         settings: Settings from the user, for the command.
 
     Raises:
-        UserError: If the files cannot be written to the current folder.
+        UserError: If no image is left to test on, results in the current folder would become part
+            of the data, or a text is not valid.
     """
     data_sets = [source.data_set for source in sources]
     if not name:
@@ -345,7 +346,7 @@ def _check_texts(files: dict[str, str], config: str) -> None:
 
 
 def has_gpu() -> bool:
-    """Return whether torch can use a GPU of this machine."""
+    """Return whether torch can use an NVIDIA GPU of this machine."""
     if not os.path.exists("/dev/nvidia0"):
         return False
     from workers.data import accelerator  # lazy import: torch takes seconds

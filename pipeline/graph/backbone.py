@@ -18,7 +18,7 @@ from workers.model import pretrained, vit
 from workers.storage.hub import pinned
 
 DEFAULT_NAME = "vit_tiny_patch16_224"
-# `model_args` of a hub model that are ignored, because other settings determine these values
+# `model_args` of a hub model that do not become `options`; `img_size` is a setting of its own
 OTHER_ARGUMENTS = ("num_classes", "img_size", "drop_path_rate", "pretrained", "in_chans")
 # settings that take their default from the model
 MODEL_DEFAULTS = ("img_size", "mean", "std", "crop_pct", "interpolation")
@@ -30,7 +30,7 @@ class Backbone(NamedTuple):
     Attributes:
         settings: The complete settings, as in a job. `weights` of a hub model names its commit.
         outline: The model on device `meta`, without weights. It is shared: copy it before a change.
-        weights: Digest of the weights, for the keys of stages.
+        weights: Digest of the weights, or `none` or `hub`, for the keys of stages.
     """
 
     settings: BackboneSettings
@@ -65,7 +65,7 @@ def resolve_backbone(config: Config, store: Store, may_connect: bool) -> Backbon
 def _read_hub_settings(choice: BackboneChoice, model: HubModel) -> BackboneSettings:
     """Return the settings of a hub model. Settings of the config take precedence.
 
-    Only the name of the architecture, plain arguments and numbers are read from its config.json.
+    Only the name of the architecture, plain arguments and input settings are read from config.json.
 
     Raises:
         UserError: If config.json names another architecture than the config, or has arguments that
@@ -108,7 +108,7 @@ def _complete(
         choice: The settings in the config.
         name: Name of the timm model.
         options: Arguments of the timm model.
-        own_input: Input of the model, for example `img_size`: the default of settings in
+        own_input: Input settings of the model, for example `img_size`: defaults of the settings in
             MODEL_DEFAULTS.
     """
     values = choice.model_dump(exclude={*MODEL_DEFAULTS, "name", "options"})

@@ -28,7 +28,8 @@ class Builder:
         store: Store of the run. It also caches information about the data of the cards.
         provenance: Git commit and versions of packages, for manifests.
         split: Images for evaluations: `val` in a search, otherwise `test`.
-        ask_sources: Contact a data source on another machine even if its data was ingested.
+        ask_sources: Contact the Hugging Face hub, and a data source on another machine even if its
+            data was ingested.
         sources: Known state of the raw data (its fingerprint, and whether it exists), by name of
             the card. The raw data of other cards is looked up.
         backbone: Backbone settings as in a job; `add_backbone` sets them.
@@ -160,8 +161,8 @@ class Builder:
     ) -> tuple[TrainSettings, DataSettings]:
         """Return the training and data settings of a step of a method.
 
-        A step on images without labels uses all images for training and keeps the last epoch,
-        because validation needs labels.
+        A step on images without labels holds out no images for validation, which needs labels, and
+        keeps the last epoch.
 
         Args:
             label: Label of the method.
@@ -180,7 +181,7 @@ class Builder:
         """Return the job of the backbone stage.
 
         Args:
-            base: The task that the backbone is trained on, or None.
+            base: The task that the backbone has learned or is trained on, or None.
         """
         tasks = () if base is None else (base,)
         train = self.config.backbone_train()

@@ -85,7 +85,7 @@ class Ewc(WeightImportance[EwcSettings]):
     Differences from the paper: F uses at most `samples` images of a task, and is divided by its
     mean over all protected weights (unless `scale: none`). F of a trained network is small, so
     without this a lambda of about 100 would have no effect. Plain SGD diverges if lr * lambda *
-    max(A) exceeds 2; `warnings` reports this.
+    max(A) exceeds 2; `warnings` reports values above 1.
     """
 
     name = "ewc"

@@ -112,10 +112,10 @@ class Tfm(Method[TfmSettings]):
 
     Unused units were added by later tasks. Forward-only units were learned by earlier tasks; they
     are used, but frozen. Normal units are new: used and trained. Forward-only units get a scale and
-    a shift per task: y <- gamma y + beta, folded into the rows that compute them. New units read
-    the residual stream and write to it, so no weight leads from a new unit to an old unit. An older
-    task is served without all later units. The columns of new units, through which they write,
-    start at 0. So a task starts from the existing network.
+    a shift per task: y <- gamma y + beta before the activation, folded into the rows that compute
+    them. New units read the residual stream and write to it, so no weight leads directly from a new
+    unit to an old unit. An older task is served without any later units. The columns of new units,
+    through which they write, start at 0. So a task starts from the existing network.
 
     Sites per block: `qk` and `v` (channels of the attention), `ff` (hidden units). Of q and k only
     q is renormalised: attention uses their product, in which a scale of k is a scale of q, and a
@@ -152,9 +152,8 @@ class Tfm(Method[TfmSettings]):
         self.original = dict(backbone.named_parameters())
         # Carried state of earlier tasks: added units by pair, and the backbone if it was trained.
         self.shared: dict[str, Tensor] = {}
-        self.new: dict[
-            str, nn.Parameter
-        ] = {}  # trained parameters of the current task except its head
+        # Trained parameters of the current task, without its head.
+        self.new: dict[str, nn.Parameter] = {}
         self.masks: dict[str, Tensor] = {}  # masks of the task in training
         self.groups: list[PairGroup] = []  # of the task in training
         self.loaded: dict[str, TaskState] = {}

@@ -1,7 +1,7 @@
 """Top-down feedback on a frozen ConvNeXt (TOAST): a first pass steers a second pass.
 
-The backbone runs twice. The last feature map of the first pass is propagated back through one small
-layer per stage, and the result is added to the input of each stage in the second pass.
+The steered stages run twice. The output map of the first pass is propagated back through two small
+linear layers per stage, and the result is added to the input of each stage in the second pass.
 
 Shi et al.: TOAST: Transfer Learning via Attention Steering, 2023. Axes: B images, D width of the
 features, C channels, H and W of a map; a stage of stride k maps (B, c, k H, k W) to (B, C, H, W).

@@ -97,13 +97,14 @@ def read_pixels(
     interpolation: Interpolation = "bicubic",
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> NDArray[np.uint8]:
-    """Decode and resize images of any kind. Images from shards give the same result.
+    """Decode and resize images of any kind, with the same result as for images from shards.
 
     Args:
         images: The images of one request.
         side: Height and width of the result, in pixels.
         limits: Limits of a request.
-        budget: Budget that all decoding threads share.
+        budget: Budget that all decoding threads share. It has no effect if
+            `limits.total_pixels` is None.
         interpolation: Interpolation of the resize.
         is_cancelled: Function that returns whether the request was cancelled; then no further
             image is decoded.
@@ -184,7 +185,7 @@ def count_pixels(image: Any, limits: Limits) -> int:
 
 
 def count_bytes(image: Any) -> int:
-    """Return the bytes of one image as it was sent; 0 for lists, which only have a pixel limit."""
+    """Return the bytes of one image as it was sent; 0 for lists, Pillow images and path objects."""
     if isinstance(image, (str, bytes, bytearray)):
         return len(image)
     if isinstance(image, np.ndarray):

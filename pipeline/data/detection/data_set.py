@@ -99,7 +99,7 @@ class DataSet:
         are_folders: Whether the classes are exactly the class folders, so that the card can have
             `classes: from_source`.
         is_exact: Whether the counts are exact; if False, they are lower bounds.
-        notes: Sentences on skipped images and files.
+        notes: Sentences for the user, mostly on skipped images and files.
         bad_fraction: Share of images that are known to be rejected, or to have no known label.
         sizes: (width, height) of a few images in pixels.
         account: For every file below the source, whether it is used, rejected or not read.
@@ -261,8 +261,8 @@ def read_labelled(
     }
     if "val" in splits:
         splits["test"] = splits.pop("val")
-    # A card must name every value of a split column, so the value of test is ignored. A folder is
-    # ignored if the card does not name it.
+    # A card must name every value of a split column, so the values of test are listed as ignored.
+    # Folders need not be listed: those that the card does not name are ignored anyway.
     if used_source.split is not None:
         splits.setdefault(IGNORE, []).extend(used_source.list_parts("test"))
     note = f"{listed(used_source.list_parts('test'))} is not read: its images have no labels"
@@ -324,8 +324,9 @@ def _assemble(
         request: The user's request, for commands in errors. None: no command is given.
 
     Raises:
-        UserError: If val or test has labels, but none of train, or if two labels are probably one
-            class in two spellings.
+        UserError: If train has no image of any class, or of a class that the user gave; if val or
+            test has labels, but none of train; or if two labels are probably one class in two
+            spellings.
     """
     checker = ImageChecker(card)
     images: Counter[tuple[str, str]] = Counter()

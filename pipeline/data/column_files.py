@@ -138,6 +138,7 @@ def read_row_groups(uri: str) -> list[RowGroup]:
     """
     with translate_read_errors(uri), open_file(uri) as stream:
         if get_suffix(uri) == ARROW_SUFFIX:
+            check_arrow_messages(uri, stream)
             with _open_arrow(stream) as reader:
                 return [
                     RowGroup(sum(len(batch) for batch in _iterate_batches(reader)), stream.size())
@@ -249,6 +250,8 @@ def check_arrow_messages(uri: str, stream: pa.NativeFile) -> None:
         head = stream.read_at(length, start)
         try:
             batch_rows, decompressed, body = _parse_message(head, stream, start + length)
+            if body < 0:
+                raise IndexError("the body of a message has a negative size")
         except (struct.error, IndexError):
             raise UserError(f"{printable(uri)} is not readable as Arrow; fetch it again") from None
         rows += batch_rows

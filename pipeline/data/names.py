@@ -37,7 +37,11 @@ def printable(text: str) -> str:
     """Escape what terminals cannot print: bytes that are not UTF-8, control characters."""
     if text.isprintable():
         return text
-    decoded = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    try:
+        encoded = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # other lone surrogates, for example from JSON
+        encoded = text.encode("utf-8", "backslashreplace")
+    decoded = encoded.decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in decoded)
 
 

@@ -206,7 +206,7 @@ class _CsvStart(NamedTuple):
 
     @classmethod
     def of(cls, uri: str, lines: Iterator[str]) -> _CsvStart:
-        """Count the lines before the header (`# ...` and Excel's `sep=;`); find the delimiter."""
+        """Count the lines before the header (empty, `# ...`, `sep=;`), and find the delimiter."""
         delimiter = ""
         for number, line in enumerate(lines):
             first = line.strip()
@@ -214,7 +214,9 @@ class _CsvStart(NamedTuple):
                 delimiter = first[-1]
             elif number == 0 and first.lower() == SEPARATOR_LINE:  # `strip` removed a tab
                 delimiter = "\t"
-            elif not first.startswith("#") or number >= MAX_COMMENTS or _has_cells(uri, first):
+            elif number >= MAX_COMMENTS or (
+                first and (not first.startswith("#") or _has_cells(uri, first))
+            ):
                 return cls(number, delimiter or _delimiter(uri, line))
         return cls(0, delimiter or ",")
 

@@ -527,6 +527,8 @@ class StreamEditor:
                     "folder of its card; move it there, and name it in the card"
                 )
             before = card_files.read_image_lines(file)
+            # another card of the stream may have the same list
+            before += self.new_files.get(file, "").splitlines()
         body = "".join(f"{line}\n" for line in sorted({*before, *lines}))
         if not name and os.path.lexists(file) and read_file(file) != body:
             raise UserError(

@@ -97,8 +97,8 @@ def _take_cards(tasks: list[Any], files: dict[str, str], shared: str | None) -> 
         task = {"card": entry} if isinstance(entry, str) else entry
         card = card_files.load_without_source(task["card"])
         if shared is not None and card.source.path:
-            for path in (card.source.path, *(folder.path for folder in card.source.more)):
-                _check_is_shared(f"card {card.name!r}", path, shared)
+            for source_path in (card.source.path, *(more.path for more in card.source.more)):
+                _check_is_shared(f"card {card.name!r}", source_path, shared)
         if not is_path_of_card(task["card"]):
             continue
         path = Path(task["card"])
@@ -107,8 +107,8 @@ def _take_cards(tasks: list[Any], files: dict[str, str], shared: str | None) -> 
         body = read_yaml(path, "a card")
         if body["source"].get("path"):
             body["source"]["path"] = card.source.path
-        for further, folder in zip(body["source"].get("more", ()), card.source.more, strict=True):
-            further["path"] = folder.path
+        for further, more in zip(body["source"].get("more", ()), card.source.more, strict=True):
+            further["path"] = more.path
         if card.without_images:
             images_file = f"{card.name}-without-images.txt"
             body["without_images"] = images_file

@@ -728,9 +728,15 @@ def test_other_families_are_masked_in_compiled_blocks_too() -> None:
 def test_an_ffn_of_three_layers_is_refused() -> None:
     with pytest.raises(UserError, match="block 0 of the backbone has an FFN of three layers"):
         meat(other_vit("eva02_base_patch14_224"))
-    method = meat(other_vit("eva02_tiny_patch14_224"))
-    method.load_task(with_random_masks(method))
-    with pytest.raises(UserError, match="needs timm's VisionTransformer"):
+
+
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "vit_giant_patch14_dinov2"])
+def test_compact_inference_needs_a_plain_ffn_and_vit(name: str) -> None:
+    method = meat(other_vit(name))
+    state = with_random_masks(method)
+    method.load_task(state)
+    assert method.flops_share(state) == 1
+    with pytest.raises(UserError, match="needs timm's VisionTransformer with an FFN"):
         method.compact("one")
 
 

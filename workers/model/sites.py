@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol
 
 import torch
-from timm.layers import SwiGLU
+from timm.layers import GluMlp, SwiGLU
 from timm.models.beit import Beit
 from timm.models.eva import Eva
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -216,19 +216,24 @@ class TokenSites:
         return self._ffn_weights([mask.folded() for mask in blocks])
 
     def compact(self, masks: Masks, head: nn.Module) -> nn.Module:
-        if not isinstance(self.vit, VisionTransformer):
+        if not self._can_be_compact():
             raise UserError(
-                "inference without the masked parts needs timm's VisionTransformer, and "
-                f"the backbone is a {type(self.vit).__name__}; serve it with its masks, or choose "
-                f"{PLAIN}"
+                "inference without the masked parts needs timm's VisionTransformer with an FFN "
+                f"that is not gated, and the backbone is a {type(self.vit).__name__}; serve it "
+                f"with its masks, or choose {PLAIN}"
             )
         return CompactVit(self.vit, self.by_block(masks), head)
 
     def flops_share(self, masks: Masks) -> float:
-        if not isinstance(self.vit, VisionTransformer):
-            return 1.0  # other ViTs compute the masked parts too
+        if not self._can_be_compact():
+            return 1.0  # the masked parts are computed, too
         masked = flops(self.vit, plan_blocks(self.vit, self.by_block(masks)))
         return masked / flops(self.vit, plan_blocks(self.vit, self.by_block({})))
+
+    def _can_be_compact(self) -> bool:
+        """Return whether `CompactVit` supports the backbone."""
+        is_gated = any(isinstance(block.mlp, GluMlp) for block in self.vit.blocks)
+        return isinstance(self.vit, VisionTransformer) and not is_gated
 
     def _ffn_weights(self, blocks: list[BlockMasks]) -> Masks:
         weights: Masks = {}

@@ -147,11 +147,11 @@ class MatReader:
     def _head(self, parts: Iterator[Element]) -> tuple[int, list[int], str]:
         """Return class, dimensions and name of a matrix from its first three parts."""
         flags = self._numbers(_next(parts))
-        sides = [int(side) for side in self._numbers(_next(parts))]
+        sides = [_to_integer(side) for side in self._numbers(_next(parts))]
         name = _next(parts).body.decode("latin-1")
         if len(flags) == 0 or min(sides, default=-1) < 0:
             raise MatError("a matrix has no class or sides")
-        return int(flags[0]) & 0xFF, sides, name
+        return _to_integer(flags[0]) & 0xFF, sides, name
 
     def _value(self, code: int, sides: list[int], parts: Iterator[Element], level: int) -> Value:
         """Return the value of a matrix from the parts after its name. `code` is its class."""
@@ -191,7 +191,7 @@ class MatReader:
         names = _next(parts).body
         if len(lengths) != 1 or lengths[0] <= 0:
             raise MatError("the fields of a struct have no names")
-        length = int(lengths[0])
+        length = _to_integer(lengths[0])
         starts = range(0, len(names), length)
         fields = [_decode_name(names[start : start + length]) for start in starts]
         rows: list[dict[str, Value]] = [{} for _ in range(count)]
@@ -216,6 +216,14 @@ class MatReader:
         if encoding in ("utf-16", "utf-32"):
             encoding += "-le" if self.order == "<" else "-be"
         return element.body.decode(encoding)
+
+
+def _to_integer(number: float) -> int:
+    """Return a number as an int; raise `MatError` if it is NaN or infinite."""
+    try:
+        return int(number)
+    except (ValueError, OverflowError):
+        raise MatError("a size is not a number") from None
 
 
 def _decode_name(padded: bytes) -> str:

@@ -164,7 +164,7 @@ def load_search(path: AnyPath, /, **overrides: Any) -> SearchExperiment:
     """Read a search file and its base config. Nothing is run.
 
     Args:
-        path: Path of the search file.
+        path: Path of the search file; or of a config, with the name of one method as `methods`.
         **overrides: Settings of the search file or the base config, like `--set`.
 
     Raises:
@@ -286,8 +286,8 @@ def remove_data(
 def runs(storage: AnyPath = "storage") -> pd.DataFrame:
     """Return a row for each run of a storage and each method, latest first.
 
-    `done` of `total` stages have a result. `average_accuracy` is the average accuracy after the
-    last finished task, averaged over seeds.
+    `done` of `total` stages have a result (the report is not counted). `average_accuracy` is the
+    average accuracy after the last finished task, averaged over seeds and class orders.
 
     Args:
         storage: Folder or URI of the storage.
@@ -390,18 +390,19 @@ def open_model(folder: AnyPath) -> Model:
 
 
 def import_task(folder: AnyPath, file: AnyPath, replace: bool = False) -> str:
-    """Add a task that `Model.export_task` wrote to a model folder.
+    """Add an exported task to a model folder.
 
     Args:
         folder: The model folder.
-        file: File of the exported task.
+        file: File that `Model.export_task` wrote.
         replace: Whether a task of the same name is replaced.
 
     Returns:
         The name of the task.
 
     Raises:
-        UserError: If the task does not fit the model, or the folder has a task of this name.
+        UserError: If the task does not fit the model, or the folder has a task of this name and
+            `replace` is false.
     """
     from pipeline.results import bundles  # lazy import: loads torch
 
@@ -429,19 +430,20 @@ def remove_task(folder: AnyPath, task: str) -> str:
 def model_inputs(folder: AnyPath) -> pd.DataFrame:
     """Return the counts of images that a model classified: a row for each day, model and task.
 
-    `predict` and `serve` store these counts in the model folder. `finding` describes how the images
-    differ from the test images of the task. It is empty if they do not differ.
+    `predict` and `serve` store these counts in the model folder. Damaged count files are left out.
+    `finding` says how the images differ from the test images; "" without a significant shift.
 
     Raises:
-        UserError: If `folder` is not a model folder, or its counts cannot be read.
+        UserError: If `folder` is not a model folder, or not on a disk.
     """
-    from dataclasses import asdict
+    from dataclasses import asdict, fields
 
     from pipeline.config.yaml_files import absolute
     from pipeline.results.data_frame import data_frame
-    from pipeline.results.input_days import read_inputs
+    from pipeline.results.input_days import InputRow, read_inputs
 
-    return data_frame([asdict(row) for row in read_inputs(absolute(os.fspath(folder))).rows])
+    rows = [asdict(row) for row in read_inputs(absolute(os.fspath(folder))).rows]
+    return data_frame(rows, [field.name for field in fields(InputRow)])
 
 
 def model_versions(folder: AnyPath) -> pd.DataFrame:
@@ -493,8 +495,8 @@ def collect_garbage(
 
     Returns:
         A row for each folder: its `path` in the storage, `bytes`, `written` (seconds since the
-        epoch) and `deleted`, which is False after a dry run, if a new run needs the result, or if
-        a process is computing it.
+        epoch) and `deleted`. `deleted` is False after a dry run, if a new run or search needs the
+        result, or if another process uses or has deleted it.
 
     Raises:
         UserError: If the storage does not exist, a record in it cannot be read, or a limit is
@@ -527,7 +529,7 @@ def methods() -> pd.DataFrame:
     Example:
         >>> pipeline.methods().query("not forgets and `old images` == 'none'")
     """
-    from pipeline.app import method_list  # lazy import: loads torch
+    from pipeline.app import method_list  # lazy import: loads pydantic
     from pipeline.results.data_frame import data_frame
 
     return data_frame(method_list.method_rows())
@@ -544,7 +546,7 @@ def method_settings(method: str) -> pd.DataFrame:
     Example:
         >>> pipeline.method_settings("meat")
     """
-    from pipeline.app import method_list  # lazy import: loads torch
+    from pipeline.app import method_list  # lazy import: loads pydantic
     from pipeline.results.data_frame import data_frame
 
     settings = method_list.list_settings(method)
@@ -629,7 +631,8 @@ def write_config(
     `load(paths)` does this too, so no earlier call of `write_config` is needed.
 
     Args:
-        *paths: Paths of data, as for `accrete init`. Each path becomes a task.
+        *paths: Paths of data, as for `accrete init`. Several data sets become a task each. A single
+            data set is divided into tasks by its classes, if it has enough of them.
         name: Name of the run. Empty: the name of the data.
         image: Column of the image in a table, if it is ambiguous.
         label: Column of the label in a table, if it is ambiguous.
@@ -694,7 +697,7 @@ def _resolve_config(source: LoadSource) -> ConfigSource:
     """
     if isinstance(source, Mapping):
         from pipeline.config.yaml_files import to_plain_values
-        from pipeline.data.inline_cards import write_inline_cards  # lazy import: loads pyarrow
+        from pipeline.data.inline_cards import write_inline_cards  # lazy import: loads pydantic
 
         body = to_plain_values(source)
         write_inline_cards(body)

@@ -13,7 +13,7 @@ SCRIPT = "accrete"  # installed by pip, see `project.scripts` of pyproject.toml
 
 
 def this_python() -> str:
-    """Return the path of this interpreter, relative to the current folder if that is shorter."""
+    """Return the path of this interpreter, relative if it is inside the current folder."""
     return shorten_path(sys.executable)
 
 
@@ -30,11 +30,11 @@ def this_command() -> str:
 def _find_program() -> str:
     script = sys.argv[0]
     if os.path.basename(script) != SCRIPT:
-        return f"{this_python()} -m pipeline"
+        return f"{shlex.quote(this_python())} -m pipeline"
     on_path = shutil.which(SCRIPT)
     if on_path is not None and os.path.realpath(on_path) == os.path.realpath(script):
         return SCRIPT
-    return shorten_path(os.path.abspath(script))
+    return shlex.quote(shorten_path(os.path.abspath(script)))
 
 
 def program() -> str:

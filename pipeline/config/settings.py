@@ -30,6 +30,7 @@ from pydantic import (
 
 from pipeline.config.yaml_files import (
     ALTERNATIVES,
+    STREAMS,
     apply_override,
     find_config,
     find_stream,
@@ -148,8 +149,9 @@ Split = Annotated[
 class TaskEntry(Frozen):
     """A task of the stream.
 
-    With `split` the entry is several tasks, whose classes are divided in the card's order.
-    With `slices` the entry is several tasks that have all classes, and images of some classes.
+    With `split` the entry is several tasks, which divide its classes in the order of `classes` or
+    `order`, else of the card. With `slices` it is several tasks that all have outputs for all
+    classes, but may have images of only some.
     """
 
     card: str = Field(
@@ -247,9 +249,9 @@ Gpus = Annotated[float, Field(ge=0, le=1000), AfterValidator(_check_gpu_share)]
 
 
 class StageLimits(Frozen):
-    """Resources of a rank for one kind of stage, and its time limit.
+    """Resources of a rank for one kind of stage, and the time limit of a try.
 
-    A missing value is taken from `cluster`.
+    A missing resource is taken from `cluster`.
     """
 
     cpus: int | None = Field(
@@ -274,8 +276,9 @@ class StageLimits(Frozen):
 class ClusterSettings(Frozen):
     """The resources that a run uses. These settings are not part of the key of a result.
 
-    `workers`, `cpus_per_worker` and `gpus_per_worker` determine the order in which floats are
-    summed, so they change results by rounding. The other settings do not change results.
+    `workers`, `min_workers`, `cpus_per_worker` and `gpus_per_worker` (also in `stages`) determine
+    the order in which floats are summed, so they change results by rounding. The other settings do
+    not change results.
     """
 
     largest_whole: ClassVar[int] = 100_000  # limit of integers (`Frozen`); code loops over them
@@ -807,7 +810,7 @@ def load(
         source: Path of a file, or the content of such a file with paths relative to the current
             folder.
         overrides: Overrides `key.sub=value`, like `--set`.
-        with_methods: Also check the methods' own settings, which imports torch.
+        with_methods: Also make the checks that need the classes of methods, which imports torch.
 
     Returns:
         The config. If the overrides change the results, it has another name (see
@@ -869,13 +872,19 @@ def _names_methods_of_stream(override: str, source: ConfigSource) -> bool:
 def set_named_methods(body: dict[str, Any], source: ConfigSource) -> dict[str, Any]:
     """Replace names of methods in the values of a config by their recommended settings.
 
-    If a file has no `name`, the run is called FILE-METHOD, with all given methods.
+    A recommended backbone replaces only the backbone of the stream's own file. If a file has no
+    `name`, the run is called FILE-METHOD, with all given methods.
     """
     where = get_source_name(source)
     if not isinstance(source, str):
         return merge(body, take_named_methods(body, "", where))
     file = find_config(source)
-    taken = take_named_methods(body, find_stream(file), where)
+    stream = find_stream(file)
+    taken = take_named_methods(body, stream, where)
+    if "backbone" in taken:
+        of_stream = read_with_bases(STREAMS / f"{stream}.yaml").get("backbone")
+        if body.get("backbone") != of_stream:  # the config or an override has chosen another one
+            del taken["backbone"]
     if taken and "name" not in body:
         body = {"name": "-".join([file.stem, *taken["methods"]]), **body}
     return merge(body, taken)
@@ -906,7 +915,7 @@ def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config
     Args:
         body: The values.
         where: Name of the config in errors.
-        with_methods: Also check the methods' own settings, which imports torch.
+        with_methods: Also make the checks that need the classes of methods, which imports torch.
 
     Raises:
         UserError: If a value is invalid.
@@ -1224,7 +1233,7 @@ def checked(model: type[Settings], body: Any, prefix: str, where: str = "") -> S
         where: Name of their file in errors.
 
     Raises:
-        UserError: If a value is invalid; the message has one sentence per mistake.
+        UserError: If a value is invalid; see `describe_validation_error` for the message.
     """
     try:
         return model.model_validate(body)
@@ -1238,7 +1247,9 @@ def checked(model: type[Settings], body: Any, prefix: str, where: str = "") -> S
 def describe_validation_error(
     error: ValidationError, model: type[BaseModel], prefix: str = "", body: Any = None
 ) -> str:
-    """Describe a validation error in one sentence: key, value, rule, remedy.
+    """Describe a validation error: key, value, rule and remedy of each problem.
+
+    After MAX_PROBLEM_TEXT characters, further problems are only counted.
 
     Args:
         error: The error.

@@ -820,6 +820,14 @@ def test_named_method_gets_recommended_settings_of_the_stream() -> None:
     ].settings == {"memory": 450}
 
 
+def test_recommended_backbone_does_not_replace_a_chosen_one(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(f"extends: {Path(CLASSES).resolve()}\nbackbone: {{name: convit_tiny}}\n")
+    assert load(str(path), ["methods=[dytox]"]).backbone.name == "convit_tiny"
+    overrides = ["backbone.name=convit_small", "methods=[dytox]"]
+    assert load(CLASSES, overrides).backbone.name == "convit_small"
+
+
 def test_recommended_backbone_replaces_the_backbone_of_the_stream() -> None:
     loaded = load(CLASSES, ["methods=[dytox]"])
     assert loaded.backbone.name == "convit_local"

@@ -1,4 +1,4 @@
-"""Measure the attention and robustness of finished runs, and add the results to their reports."""
+"""Measure attention and robustness of finished runs, and add the results to a report and MLflow."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def analyse(
     robustness: bool = False,
     other_cards: Sequence[str] = (),
 ) -> AnalysisResult:
-    """Measure the attention of finished runs, and add the results to their reports and records.
+    """Measure the attention of finished runs, and add the results to a report and MLflow.
 
-    The tables and pictures are stored in the folder of the first run. The numbers of each method
-    are added to the MLflow record of the method's run.
+    The tables and pictures are stored in the folder of the first run, and only its report shows
+    them. The numbers of each method are added to the MLflow record of the method's run.
 
     Args:
         finished_runs: The runs. A generator can prepare them lazily: it is advanced only after the
@@ -159,7 +159,9 @@ def _record_analysis(
     analysis_files: Mapping[str, bytes],
     images: int,
 ) -> WrittenReport:
-    """Add an analysis to the report of one run and to its record in MLflow.
+    """Write the report of one run again, and add the analysis to its record in MLflow.
+
+    Only the report of the first run gets a section with this analysis.
 
     Args:
         run: The run.

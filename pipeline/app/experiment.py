@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.results.model import Model
     from pipeline.results.tables import RunTables
 
-# Replaces the command line in messages if the config or a method exists only in Python. Also for
+# Replaces the command line in messages if the config or a method exists only in Python, and for
 # `analyse`: its runs can have different overrides and folders, so no single command line fits.
 REPEAT_IN_PYTHON = "the same `pipeline.load(...).{}()`"
 Names = str | Sequence[str]  # one name or several
@@ -145,11 +145,11 @@ class Experiment:
         """Forecast the memory of a training step of each method, like `plan --memory`.
 
         Returns:
-            A row for each training step of each method, on one rank, as on a first task. Columns:
-            `label` (of the method, or `backbone`), `step`, `task`, `batch_size` (images of a
-            micro-batch), `trained_parameters`, `weight_bytes` (before the first step),
-            `peak_bytes`, `flops` (of one step) and `reason`. If a dry run fails, the last column
-            says why, and the numbers are NaN.
+            A row for each training step of each method, on one rank, without the state of earlier
+            tasks. Columns: `label` (of the method, or `backbone`), `step`, `task` (the first with
+            the largest batch), `batch_size` (images of a micro-batch), `trained_parameters`,
+            `weight_bytes` (before the first step), `peak_bytes`, `flops` (of one step) and
+            `reason`. If a dry run fails, `reason` says why, and bytes and flops are NaN.
         """
         from pipeline.app import runs as app
         from pipeline.launch.step_memory import StepMemory
@@ -348,7 +348,7 @@ class Experiment:
             Tables of the measurements, the paths of the pictures, and the report.
 
         Raises:
-            UserError: If a run is not finished.
+            UserError: If a run is not finished, or has several seeds or class orders.
         """
         from pipeline.app import analysis
         from pipeline.app import runs as app

@@ -1,4 +1,4 @@
-"""Record the results of shipped configs, and generate the tables of the documents from them.
+"""Record results of shipped configs, and update the tables of documents and headers of configs.
 
 See `results.measured` for the file of measurements and the form of a table.
 """

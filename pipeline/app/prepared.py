@@ -1,4 +1,4 @@
-"""A config with its store and graph, ready to run, and the run plan.
+"""A prepared run (a config with its store and graph), its plan, and its records.
 
 `runs.prepare` returns a `PreparedRun`, and `runs.plan` a `RunPlan`.
 """
@@ -133,7 +133,7 @@ class RunPlan:
 
 
 def provenance() -> dict[str, Any]:
-    """Return the provenance of results: git commit, versions of packages and Python, and time."""
+    """Return the provenance of results: git commit, versions, platform and time of the call."""
     return {**_describe_code(), "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
 
@@ -151,7 +151,7 @@ def _describe_code() -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
     # Look the module up without importing it, because it imports torch. If it is not imported yet,
-    # no method is registered.
+    # no external method is registered.
     registration = sys.modules.get("workers.methods.registration")
     for method in registration.REGISTERED.values() if registration else ():
         package = describe_package(method.__module__)

@@ -46,8 +46,8 @@ REPORT_FILES = "report-files.json"  # file with the names and digests of the fil
 REPORT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 
 
-# This file exists if the run was analysed. The name is repeated from `analysis_section.LIST_FILE`,
-# because that module imports torch.
+# This file exists if the run was analysed, alone or as the first of several runs. The name is
+# repeated from `analysis_section.LIST_FILE`, because that module imports torch.
 ANALYSIS_FILE = "analysis.json"
 
 
@@ -257,8 +257,8 @@ def write_bundle(run: PreparedRun, label: str, folder: str) -> None:
 def export(store: Store, name: str, files: Mapping[str, bytes]) -> str:
     """Write the files of a report to `<storage>/runs/NAME/`, and return the path of the page.
 
-    Files of an earlier report that the new report does not have are deleted, because they belong to
-    another config. A file stays if its content was changed since. Files of an analysis stay, too.
+    Files of an earlier report that the new report does not have are deleted, because they are
+    outdated. A file stays if someone has changed it since. Files of an analysis stay, too.
     """
     folder = join(store.storage, "runs", name)
     list_uri = join(folder, REPORT_FILES)

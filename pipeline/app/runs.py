@@ -1,7 +1,8 @@
-"""Python functions behind the commands: they run in the driver, return values and print nothing.
+"""Python functions behind the commands: they run in the driver and return values.
 
-`prepare` turns a config into a `PreparedRun`; `execute` runs and records it. The command line
-parses arguments, calls these functions and prints their results.
+They print only progress, on a screen or on stderr. `prepare` turns a config into a `PreparedRun`;
+`execute` runs and records it. The command line parses arguments, calls these functions and prints
+their results.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ def _with_graph(
         store: Its store.
         to_run: See `prepare`.
         with_jobs: See `prepare`.
-        may_use_cache: Whether the cache can be used. If true, `config` was not checked completely.
+        may_use_cache: Whether the cache can be used. If true, `config` may not be fully checked.
         checked: Loads the config with all checks, including the ones that need torch.
     """
     inputs = graph_cache.collect_inputs(config, store, to_run) if may_use_cache else None

@@ -237,7 +237,7 @@ def _resolve_config(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the missing stages of a config's graph, and print the results."""
     _resolve_config(args)
-    from pipeline.app import runs as app  # lazy import: loads torch
+    from pipeline.app import runs as app  # lazy import: loads pyarrow; torch only if needed
     from pipeline.graph.selection import StageSelection
     from pipeline.shell import console
 
@@ -259,7 +259,7 @@ def run(args: argparse.Namespace) -> int:
     report_command = app.format_command("report", args.config, args.overrides)
     result = app.execute(prepared, console.Console, resume_command, report_command, selection)
     if result.replicas:  # one replica for each seed or class order
-        from pipeline.report.replicas import comparison_text  # lazy import: loads matplotlib
+        from pipeline.report.replicas import comparison_text  # lazy import: loads NumPy
 
         print(comparison_text(config.name, result.replicas))
         print("\n".join(["", *console.ending(result.outcome, result.report.lines)]))
@@ -344,7 +344,7 @@ def plan(args: argparse.Namespace) -> int:
 def _describe_status(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> str:
     """Return the text of `plan` for a stage: the reason for the status, and the note.
 
-    A hit has a reason only if its result was deleted and is not needed.
+    A stage that would not run has a reason only if its result was deleted and is not needed.
     """
     lookup = lookups[stage.id]
     text = ""
@@ -369,7 +369,7 @@ def launch(args: argparse.Namespace) -> int:
 def ingest(args: argparse.Namespace) -> int:
     """Ingest the raw data of a config, and print the numbers of read and rejected images."""
     _resolve_config(args)
-    from pipeline.app import runs as app  # lazy import: loads torch
+    from pipeline.app import runs as app  # lazy import: loads pyarrow
     from pipeline.shell import console
 
     prepared = app.prepare(args.config, args.overrides, to_run=True, say=print, allow_replicas=True)

@@ -90,7 +90,7 @@ def collect_garbage(args: argparse.Namespace) -> int:
     from pipeline.graph.store import Store
 
     store = Store(absolute(args.storage))
-    # runs whose config or images were changed: the storage keeps records of their earlier needs
+    # runs with changed configs or images: records in the storage list what they needed before
     runs_with_earlier_configs = store.earlier_names()
     forgotten_runs = runs_with_earlier_configs if args.earlier else []
     garbage = find_garbage(store, forgotten_runs, args.older_than, args.keep_gb * 1e9)

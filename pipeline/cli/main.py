@@ -2,8 +2,8 @@
 
 The commands are init, data, run, plan, add, remove, launch, search, reproduce, measure, ingest,
 shards, report, analyse, compare, predict, bundle, serve, tasks, runs, status, logs, ui, gc,
-convert, methods, schema and completion. There are few options; `--set key=value` overrides any
-setting of a config.
+convert, methods, schema and completion. Settings of a config need no options of their own:
+`--set key=value` overrides any of them.
 
 The help, the version and the error for an unknown command need only the standard library. Each
 command imports the packages that it needs.
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0: success. 2: an error; one sentence on stderr gives the reason. 130: interrupted by
-            Ctrl-C. 143: stopped by SIGTERM.
+            Ctrl-C. 143: stopped by SIGTERM. `ui` returns the exit code of `mlflow server`.
     """
     try:
         args = parser().parse_args(argv)

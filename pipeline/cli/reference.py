@@ -42,7 +42,7 @@ def add_commands(add_command: AddCommand) -> None:
 
 def methods(args: argparse.Namespace) -> int:
     """Print a line for each method, or the settings of one, or write a package with a new one."""
-    from pipeline.app import method_list  # imports pydantic and torch
+    from pipeline.app import method_list  # imports pydantic; its functions import torch
 
     if args.method == "new":
         if not args.name:

@@ -1,4 +1,4 @@
-"""The commands reproduce and measure: tables of papers, and figures of the documents."""
+"""The commands reproduce and measure: tables of papers, and measured values in the documents."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def add_commands(add_command: AddCommand) -> None:
 
 
 def reproduce(args: argparse.Namespace) -> int:
-    """List the tables, print one, or compute one."""
+    """List the tables; or print, plan or compute one."""
     from pipeline.app import reproduction  # lazy import: loads torch
     from pipeline.config import paper_tables
 
@@ -107,7 +107,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Run and record a config, and write all generated tables again."""
+    """Run and record a config if one is given, and write all generated tables again."""
     from pipeline.app import measuring  # lazy import: loads torch
     from pipeline.app.runs import format_command
     from pipeline.shell import console

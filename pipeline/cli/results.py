@@ -183,7 +183,7 @@ def _report_inputs(args: argparse.Namespace) -> int:
 def analyse(args: argparse.Namespace) -> int:
     """Measure the attention of finished runs, and print tables and paths of pictures."""
     from pipeline.app import analysis
-    from pipeline.app import runs as app  # imports torch
+    from pipeline.app import runs as app  # imports pyarrow
     from pipeline.shell import console
 
     options = [*args.config[1:], "--images", str(args.images), "--maps", str(args.maps)]
@@ -236,7 +236,7 @@ def list_runs(args: argparse.Namespace) -> int:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Print the progress of a run: once, or until it ends with `--watch`."""
+    """Print the progress of a run once, or with `--watch` until the run ends."""
     from pipeline.report import run_text
     from pipeline.results import runs
 

@@ -141,7 +141,7 @@ def open_bundle(args: argparse.Namespace) -> Bundle:
 def find_record_folder(args: argparse.Namespace) -> str:
     """Return the model folder in which inputs are counted, or "" if they are not counted.
 
-    If a model folder cannot be written, the reason is printed to stderr.
+    If a model folder cannot store the counts, the reason is printed to stderr.
     """
     from pipeline.config.yaml_files import absolute
     from pipeline.results import bundles
@@ -269,7 +269,7 @@ def describe_rules(rules: Mapping[str, Any]) -> str:
 
 
 def tasks(args: argparse.Namespace) -> int:
-    """List, export or import tasks of a model folder; list versions or go back to one."""
+    """List, export or import tasks of a model folder; list its versions, or go back to one."""
     from pipeline.config.yaml_files import absolute
 
     if args.action == "list":
@@ -331,8 +331,8 @@ def serve(args: argparse.Namespace) -> int:
 def open_model_source(args: argparse.Namespace) -> ModelSource:
     """Return the source of the model that `args.config` names.
 
-    It is a registered model of MLflow (`models:/...`), a model folder, or a config. Only the model
-    of a config cannot change while it is served.
+    It is a registered model of MLflow (`models:/...`), a model folder, or a config. The model of a
+    config, or of a fixed version (`models:/NAME/VERSION`), does not change while it is served.
     """
     from pipeline.config.yaml_files import absolute
     from pipeline.results import bundles

@@ -57,8 +57,8 @@ class TableScale(Frozen):
     def find_runs(self, row: TableRow) -> list[str]:
         """Return the names of the runs that may compute a row; one for a valid table.
 
-        It is the run that the row names, else the run that lists the row's method, else the run
-        that lists no methods and so takes its config's methods.
+        It is the run that the row names, if this scale has it; else the run that lists the row's
+        method; else the run that lists no methods, and so takes those of its config.
         """
         if row.run in self.runs:
             return [row.run]
@@ -125,13 +125,13 @@ def list_paper_tables() -> list[str]:
 
 
 def find_paper_table(name: str) -> Path:
-    """Return the file of a table.
+    """Return the file of a table. A path is returned unchecked.
 
     Args:
-        name: Name of a table that comes with Accrete, or path of a file.
+        name: Name of a table that comes with Accrete, or path of a .yaml or .yml file.
 
     Raises:
-        UserError: If there is no such table.
+        UserError: If there is no table of this name.
     """
     if name.endswith((".yaml", ".yml")):
         return Path(name)

@@ -285,7 +285,7 @@ def find_config(path: str) -> Path:
 
 
 def find_shipped(file: Path) -> Path:
-    """Return the path of `configs/...` in the configs shipped with Accrete, which need not exist.
+    """Return the path of the shipped config for a path `configs/...`. The file need not exist.
 
     Any other path is returned unchanged.
     """

@@ -181,8 +181,8 @@ def render_summary(tables: RunTables) -> Markup:
 def _best_values(rows: Sequence[Row], columns: Sequence[Metric]) -> dict[str, str]:
     """Return column -> best value, formatted as on the page.
 
-    Columns with fewer than two distinct values are omitted, and so are rates: the lead of an
-    accuracy of one seed may be chance.
+    Columns whose `better` is None or that have fewer than two distinct values are omitted, and so
+    are rates: the lead of an accuracy of one seed may be chance.
     """
     best = {}
     for column in columns:

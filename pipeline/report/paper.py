@@ -203,7 +203,7 @@ def percent(value: float) -> str:
 
 
 def table_rows(table: AccuracyTable) -> list[Row]:
-    """Return the table in long format, with rates between 0 and 1."""
+    """Return the table in long format, with rates as fractions, not in per cent."""
     rows = []
     for name, cells in table.rows.items():
         for title, cell in zip(table.heading, cells, strict=True):

@@ -26,7 +26,7 @@ HOLLOW = "hollow: in the paper"
 
 
 def draw_cells(title: str, cells: Sequence[Row], unit: str = "%") -> Figure:
-    """Draw a marker for each cell of a table. Hollow markers are the paper's values.
+    """Draw each cell of a table as a filled marker, our value, and a hollow one, the paper's value.
 
     Args:
         title: Title of the figure.
@@ -38,7 +38,7 @@ def draw_cells(title: str, cells: Sequence[Row], unit: str = "%") -> Figure:
     columns = list(dict.fromkeys(str(cell["column"]) for cell in cells))
     names = list(dict.fromkeys(str(cell["row"]) for cell in cells))
     width = min(MAX_INCHES, max(MIN_INCHES, 2.5 + COLUMN_INCHES * len(columns)))
-    # as many columns of the legend as fit, with a letter of 0.075 inches and 0.6 for a marker
+    # as many columns of the legend as fit, at 0.075 inches per letter and 0.6 inches per marker
     entry_inches = 0.6 + 0.075 * max(map(len, [*names, HOLLOW]))
     legend_columns = max(1, int(width / entry_inches))
     legend_lines = math.ceil((len(names) + 1) / legend_columns)

@@ -17,7 +17,7 @@ MAX_TRIALS = 1000  # maximum number of trials to measure importance on, so that 
 CONDITIONS = ("when", "if")  # keys of a dimension that hold the condition under which it applies
 # parameter that chooses one of several methods; settings of the other methods do not apply
 METHOD = "method"
-# keys of a dimension that are put into words; other keys are shown as they are
+# keys of a dimension that are put into words or left out; other keys are shown as they are
 KNOWN = {"dist", "values", "low", "high", "q", "step", "points", *CONDITIONS}
 
 
@@ -196,10 +196,10 @@ def measure_importance(
 ) -> tuple[dict[str, float], str]:
     """Measure the importance of the varied parameters.
 
-    The importance of a parameter is the share of the variance of the accuracy that the parameter
-    explains, alone or together with others (fANOVA, Hutter et al., ICML 2014). The variance is over
-    the finished trials, but at most the last MAX_TRIALS. In tests with known functions and 12 to
-    40 trials, fANOVA was the most accurate of Optuna's measures.
+    The importance of a parameter is the variance of the accuracy that it explains alone (main
+    effect of fANOVA, Hutter et al., ICML 2014). Optuna omits interactions, and divides by the sum,
+    so that the importances add up to 1. At most the last MAX_TRIALS finished trials are used. In
+    tests with known functions and 12 to 40 trials, fANOVA was the best of Optuna's measures.
 
     Returns:
         Key -> importance, largest first, and "". If it cannot be measured, {} and the reason.

@@ -141,7 +141,7 @@ def label_tasks(
         axes: The axes.
         tasks: Names of the tasks, one per tick.
         which: Axes to label: `x`, `y` or `xy`.
-        facts: Text below each name; empty for no texts.
+        facts: Text below each name, or after it if there are many tasks; empty for no texts.
     """
     is_short = len(tasks) <= MAX_SLANTED
     size = 9 if is_short else 7.5
@@ -200,7 +200,8 @@ def labelled_positions(count: int, inches: float, size: float) -> list[int]:
 def rotate_x_ticks(axes: Axes, names: Sequence[str], angle: float, **style: Any) -> None:
     """Label the ticks of the x axis with `names`, rotated by `angle` degrees.
 
-    Rotated labels end at their tick. Vertical labels (90 degrees) that would overlap are omitted.
+    Rotated labels end at their tick. Vertical labels (90 degrees) need `fontsize` in `style`. Those
+    that would overlap are omitted.
     """
     style = {"rotation": angle, "rotation_mode": "anchor", "ha": "right", **style}
     positions = list(range(len(names)))
@@ -435,7 +436,7 @@ def draw_comparison(summary: Sequence[Row]) -> Figure:
 
 
 def _chance_levels(rows: Sequence[Row]) -> set[float]:
-    """Return the distinct chance levels of the methods: one level if all have finished."""
+    """Return the distinct chance levels of the methods. They depend on the finished tasks."""
     return {row["chance"] for row in rows if not math.isnan(row.get("chance", math.nan))}
 
 
@@ -564,7 +565,7 @@ def _free_box(x: float, y: float, label: str, taken: Sequence[AxesBox]) -> AxesB
 
 
 # ---- training ------------------------------------------------------------------------------------
-# columns of every history; the other columns are loss terms and metrics of the method
+# columns that all methods share; the other columns are loss terms and metrics of the method
 FIXED_COLUMNS = {"epoch", "seconds", "images", "lr", "loss", "val_correct", "val_total"}
 History = Sequence[tuple[str, Sequence[Row]]]  # (name of the stage, rows of the epochs), in order
 

@@ -197,7 +197,7 @@ def headline(run: RunStatus) -> str:
     """Return the state of a run in one sentence.
 
     The sentence ends with the command that resumes the run. There is no command if the run is
-    running or finished, if it has failed, or if the status file of the driver has no command.
+    running or finished, if it has failed, or if the command is unknown.
     """
     driver = run.driver
     if driver is None or run.state == "finished":

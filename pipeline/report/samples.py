@@ -16,9 +16,10 @@ SIDE = 192  # side of an image in pixels
 
 
 def sample_image(tables: RunTables, task: str) -> NDArray[np.uint8] | None:
-    """Return the first test image of `task`, cropped as in evaluation, (SIDE, SIDE, 3).
+    """Return the first test image of the classes of `task`, cropped as in evaluation.
 
-    The result is None if the shards are missing or damaged, or the task has no test image.
+    The shape is (SIDE, SIDE, 3). The result is None if the shards are missing, damaged or used in
+    place, or there is no such image.
     """
     task_record = tables.task(task)
     ingest_id = f"data/{task_record['card']}"

@@ -253,7 +253,7 @@ def _head_values(search: SearchRecord) -> dict[str, Any]:
 
 
 def trial_status_text(search: SearchRecord, status: str) -> str:
-    """Return the text for a status. A trial that is `running` without a process was interrupted."""
+    """Return the text for a status. Without a running search, `running` means interrupted."""
     if status != "running" or search.is_running is None:
         return STATUS_TEXTS[status]
     return "running" if search.is_running else "interrupted"
@@ -433,7 +433,7 @@ def choice_cells(search: SearchRecord, varied: Sequence[Parameter]) -> list[list
     return rows
 
 
-# ---- space and cost ------------------------------------------------------------------------------
+# ---- cost ----------------------------------------------------------------------------------------
 def _cost_values(search: SearchRecord) -> dict[str, Any]:
     """Return device time, budget, and the time saved by shared stages, for the template."""
     num_run = sum(trial["stages"]["run"] for trial in search.trials)
@@ -545,7 +545,7 @@ def _trial_cells(
 def _trial_marks(search: SearchRecord) -> dict[int, Markup]:
     """Return trial number -> marks: chosen, on the Pareto front, taken from an earlier search.
 
-    A chosen trial on the front has only the mark of a chosen trial.
+    A chosen trial on the front has the mark of a chosen trial instead of that of the front.
     """
     soft = Markup('<span class="soft">{}</span>')
     marks: dict[int, Markup] = {}

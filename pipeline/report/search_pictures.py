@@ -13,7 +13,9 @@ from pipeline.report.figures import CaptionedFigure, FigureFile
 from pipeline.report.parameters import MAX_TRIALS, Parameter
 from pipeline.results.trials import SearchRecord
 
-MAX_DRAWN = 12  # maximum number of parameters in a picture; of more, the most important are drawn
+# maximum number of parameters in a picture; of more, the most important are drawn, or the first if
+# importance was not measured
+MAX_DRAWN = 12
 MAX_LINES = 500  # maximum number of lines of trials; of more, the most accurate trials are drawn
 
 
@@ -103,7 +105,7 @@ def history_figure(drawn: Drawn) -> CaptionedFigure | None:
 
 
 def parallel_figure(drawn: Drawn) -> CaptionedFigure | None:
-    """Return the figure of trials as lines through their settings; None for fewer than two."""
+    """Return the figure of trials as lines through their settings; None without two scores."""
     if len(drawn.search.standing()) < 2 or not drawn.parameters:
         return None
     caption = (

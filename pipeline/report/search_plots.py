@@ -374,10 +374,10 @@ def _draw_axis(
 
 
 def draw_importance(shares: Mapping[str, float], names: Mapping[str, str]) -> Figure:
-    """Draw the share of the variance in accuracy that each parameter explains, largest on top.
+    """Draw the importance of each parameter (see `measure_importance`), largest on top.
 
     Args:
-        shares: Key of a parameter -> share, largest first.
+        shares: Key of a parameter -> importance, largest first.
         names: Key of a parameter -> displayed name.
     """
     keys = list(shares)[::-1]

@@ -37,8 +37,8 @@ def build_run_bundle(graph: Graph, store: Store, label: str) -> Bundle:
         label: Label of the method in the config.
 
     Raises:
-        UserError: If the run is not finished, or the cards of the tasks have different values of
-            `source.range`.
+        UserError: If an evaluation stage of the method has no result, or the cards of the tasks
+            have different values of `source.range`.
     """
     stages = [stage for stage in graph if stage.step == "evaluate" and stage.method == label]
     for stage in stages:
@@ -104,9 +104,9 @@ def open_folder(folder: str) -> Bundle:
 def write_folder(bundle: Bundle, folder: str) -> Bundle:
     """Write a bundle, with measurements on the images of the run.
 
-    The measurements are class means and distances of test images for each task, and the accuracy of
-    the rules that choose the task of an image (see `with_measurements`). A bundle that was opened
-    from a folder is written unchanged, because its images are unknown.
+    The measurements are the class means of each task, the distances of test images to them, and the
+    accuracy of the rules that choose the task of an image (see `with_measurements`). A bundle that
+    was opened from a folder is written unchanged, because its images are unknown.
 
     Args:
         bundle: Bundle to write.
@@ -156,6 +156,7 @@ def import_task(folder: str, file: str, replace: bool = False) -> Task:
         The added task.
 
     Raises:
+        OSError: If the file cannot be read or is too large.
         UserError: If model and task do not fit, or the folder has the task already and `replace` is
             False.
     """

@@ -29,7 +29,7 @@ class Results:
     Tables are built at each call, from the stages that were finished when this object was created.
     A table, except `accuracy_matrix`, has the rows of all replicas. Its first columns are `replica`
     (empty for a run with one seed and class order, otherwise a name such as `seed-1`), `seed`, and
-    `label` (the name of the method in the config). Rates are between 0 and 1.
+    `label` (the name of the method in the config). Rates are fractions, not in per cent.
 
     Attributes:
         name: Name of the run.
@@ -58,7 +58,7 @@ class Results:
 
     @property
     def summary(self) -> pd.DataFrame:
-        """One row per method: metrics after the last finished task, sizes and training time."""
+        """One row per method: metrics after the last finished task, sizes and wall time."""
         return self._frame(lambda tables, label: [tables.summary_row(label)])
 
     @property
@@ -77,7 +77,7 @@ class Results:
 
     @property
     def classes(self) -> pd.DataFrame:
-        """One row per method, task and class: accuracy on its test images after the last task."""
+        """One row per method, task and class: test accuracy after the last finished task."""
         return self._frame(lambda tables, label: tables.class_rows(label))
 
     @property
@@ -95,7 +95,7 @@ class Results:
             replica: Name of the replica; "" for a run with one seed and class order.
 
         Raises:
-            UserError: If the label or the replica is unknown.
+            UserError: If the label or the replica is unknown, or needed but not given.
         """
         label = self._label(label)
         matrix = self._tables(replica).matrix(label)

@@ -158,7 +158,7 @@ def _make_matrix_tables(
                 has_more = True
     stem = os.path.splitext(os.path.basename(path))[0]
     name = re.sub(r"[^A-Za-z0-9_.-]+", "_", stem).lstrip("_.-")[:MAX_NAME] or "matrix"
-    # A seed that no other run has, so that runs are not subtracted in pairs.
+    # Files with different names get different seeds, so that runs are not subtracted in pairs.
     record = imported_record(name, {"seed": f"unknown ({name})"})
     record["tasks"] = [
         {"name": task, "card": "", "role": "task", "classes": [], "data": ""} for task in names

@@ -55,7 +55,7 @@ class Measurement:
         method_revision: Revision of the method.
         commit: Git commit of the code.
         date: Day on which the last stage was computed.
-        device: Device that trained.
+        device: Device on which the last stage was computed.
         cpu_seconds: CPU time of the method's own stages: the time of rank 0, times the number of
             ranks. Stages that methods share, such as features, are left out.
         bytes_per_task: Average size of the state of a task in bytes.
@@ -130,7 +130,7 @@ def make_measurements(
         current: See `rewrite_tables`.
 
     Raises:
-        UserError: If a stage of the run is not finished.
+        UserError: If a method has not finished all tasks.
     """
     measurements = []
     for row in tables.summary(with_classes=False):

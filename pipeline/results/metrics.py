@@ -14,7 +14,7 @@ Example:
     >>> METRICS["forgetting"]([[0.9, 0.0], [0.7, 0.8]])
     0.20000000000000007
 
-To add a metric, write its formula and add one `Metric` to METRICS.
+To add a metric, write its formula and add one `Metric` to `_ENTRIES`.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Metric:
             accuracy matrix but is a column of `RunTables.summary`.
         formula: Formula as text, for the documentation.
         also_called: Names of the same formula in papers and libraries.
-        heading: Heading of the column in the report, if it is not the name; "\n" breaks the line.
-        plain_heading: Heading in plain text, if it is not the name.
+        heading: Heading of the column in the report; empty: `title`. "\n" breaks the line.
+        plain_heading: Heading in plain text; empty: `title`.
     """
 
     name: str

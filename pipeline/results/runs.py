@@ -107,7 +107,7 @@ class StageStatus:
         since_s: Seconds in this state; None if unknown, or if the driver is not alive.
         wall_s: Duration in seconds; None if unknown.
         tries: Number of failed tries.
-        message: Why the stage failed, or why it waits for another try.
+        message: Why the stage failed, is blocked, or waits for another try.
         progress: Progress report of a running stage.
         is_saved: Whether no process runs the stage and the next run resumes from its checkpoint.
     """

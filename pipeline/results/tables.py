@@ -562,7 +562,7 @@ class RunTables:
     def _further_metrics(self, label: str, matrix: Matrix, with_classes: bool) -> dict[str, float]:
         """Return the metrics that cannot be computed from the accuracy matrix of the method alone.
 
-        A metric is left out if the values that it needs were not measured.
+        A metric is left out or NaN if the values that it needs were not measured.
         """
         values = {}
         by_class: dict[tuple[str, str], list[Row]] = {}
@@ -659,9 +659,9 @@ class RunTables:
     def evaluation_rows(self, label: str, after: str) -> list[Row]:
         """Return the evaluation rows measured after learning `after`.
 
-        If the tasks form a chain, these are all entries in a row of the matrix. If the tasks are
-        independent (a star), these are the new task and its canary: the previous task, which is
-        measured again as a check.
+        If this can change predictions on earlier tasks (`rewrites` in `result`), these are all
+        entries in a row of the matrix. Otherwise, these are the new task and its canary: the
+        previous task, which is measured again as a check.
         """
         result = self.result(label, after)
         if result is None:

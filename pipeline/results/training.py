@@ -70,7 +70,7 @@ class TrainingBudget(NamedTuple):
     Attributes:
         epochs: Mean number of epochs per task.
         images: Number of images that training steps read, over all tasks and epochs.
-        device_s: Seconds of training times number of ranks, summed over stages.
+        device_s: Wall time of each stage in seconds times its number of ranks, summed over stages.
         stored_bytes: Bytes at the end of the stream, including the backbone.
     """
 

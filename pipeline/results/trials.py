@@ -88,13 +88,16 @@ class Trial(TypedDict):
         phase: Task whose settings are searched; "" in a search with one phase.
         params: Dotted key of the config -> value.
         status: One of STATUSES.
-        message: Why the trial failed or was stopped.
+        message: Why the trial failed, or was stopped because of `max_forgetting`; else "".
         results: Results after each task.
         stages: Numbers of executed and reused stages.
         device_s: Seconds of executed stages and failed attempts times their number of workers.
         rounds: Rounds of population-based training.
         gpu_s: `device_s` with each term times the number of GPUs of a worker; missing in old
             records.
+        wall_s: Wall-clock seconds of all sessions.
+        started: Start time, in ISO 8601.
+        ended: End time; None while the trial is running.
         graph: The stages of the trial, as a run record.
         history: Task -> parameters that the task was trained with, if they differ between tasks.
     """

@@ -116,7 +116,7 @@ class SearchExperiment:
         return self.settings.name
 
     def run(self, quiet: bool = False) -> SearchResults:
-        """Run trials until the budget is used up, and measure the winner on test data.
+        """Run the trials that the budget or grid allows, and measure the winner on test data.
 
         Trials run on Ray. The search is recorded in its report and in MLflow. An interrupted
         search is resumed.

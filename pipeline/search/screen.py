@@ -150,7 +150,7 @@ class SearchScreen:
         )
 
     def describe_tests(self, tests: Sequence[SeedTest]) -> str:
-        """Describe the winner's accuracy on test data: its mean over seeds, and of each seed."""
+        """Describe the winner's accuracy on test data: mean and deviation, and value per seed."""
         if not tests:
             return "no seeds, so the winner was not measured on test data"
         rates = [100 * test["average_accuracy"] for test in tests]

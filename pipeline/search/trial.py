@@ -61,7 +61,7 @@ class PhasePlan:
         tasks: Names of the tasks that a trial learns, in stream order.
         method_tasks: The tasks for which the method has a stage besides `evaluate`.
         only: Whether a trial has a result only for the last task, instead of one for each task.
-        phase: Name of the task of this phase; "" if the search has only one phase.
+        phase: Name of the task of this phase; "" without protocol `per_task`.
         chosen_so_far: Task -> parameters chosen in its phase, for earlier phases.
         each: Whether each task keeps the parameters with which it was trained, because they can
             differ between tasks (population-based training).
@@ -394,7 +394,7 @@ def _learn(
     graph, tasks = _build_trial_graph(plan, settings, store)
     runner = Runner(store, settings, graph, count)
     try:
-        # The search ingests the data before its trials start. If data was deleted since, ingest it.
+        # The search ingests the data before its trials start. Ingest it again if it was deleted.
         if any(stage.is_provisional for stage in graph):
             for stage in graph:
                 if stage.step == "ingest":
@@ -538,8 +538,8 @@ def compute_result(
     """Return the validation accuracies after a task, and the stored bytes per learned task.
 
     The bytes are those of the task states and of the carried state (the state that a task hands to
-    the next task), without the backbone. They are divided by the number of tasks so far. A base
-    task, on which the backbone was trained, does not count.
+    the next task), without the shared backbone. They are divided by the number of tasks so far. A
+    base task, on which the backbone was trained, does not count.
 
     Args:
         store: The store.

@@ -106,7 +106,7 @@ class Application:
     def deploy(self, bundle: Bundle) -> Any:
         """Serve a bundle instead of the previous model.
 
-        New replicas load the bundle, and then replace the previous replicas one after another. A
+        New replicas load the bundle, and then replace the previous replicas step by step. A
         previous replica completes its requests before it ends. This method returns after requests
         are routed to the new replicas.
 

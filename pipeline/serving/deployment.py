@@ -208,7 +208,8 @@ def build_deployment(replicas: ReplicaSettings) -> Any:
 def make_predict(handle: DeploymentHandle[Any]) -> Callable[[RawRequest], Awaitable[Reply]]:
     """Return a function that sends a request to a replica, and sends it again if the replica dies.
 
-    If the second replica dies too, or if the queue is full, the reply has status 503.
+    If the second replica dies too, or on any other error of Ray such as a full queue, the reply has
+    status 503.
     """
 
     async def predict(request: RawRequest) -> Reply:

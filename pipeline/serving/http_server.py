@@ -90,7 +90,7 @@ class Bounds:
 
     @property
     def request_s(self) -> float:
-        """Seconds from the head of a request until its connection is closed in any case."""
+        """Seconds from the head of a request after which an unfinished response is aborted."""
         return self.body_s + self.answer_s + self.idle_s
 
 
@@ -157,8 +157,8 @@ class Front:
     """The ASGI application: checks requests, receives bodies and asks the model.
 
     Args:
-        predict: Answers POST /predict. It is cancelled if the client disconnects, or after the
-            deadline for answers.
+        predict: Answers POST /predict. It is cancelled if the client disconnects, if no replica
+            can answer, or after the deadline for answers.
         tasks: The body of the answer to GET /tasks.
         hosts: The allowed host names.
         count_replicas: Returns the number of replicas that can answer. It is called in a thread,

@@ -1,7 +1,7 @@
 """Sources of a served model: a fixed bundle, a model folder, or a registered model of MLflow.
 
-A source has a version, which changes when the model changes. `updates.Updates` compares it
-regularly, and serves the new model.
+A source has a version, which changes when the model changes. `updates.Updates` checks it
+regularly, and serves each new model.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class Lab:
             order: Names of the tasks, in stream order. If `rest` has a stream, the tasks of that
                 stream.
             settings: Settings of the method, in place of those in `SETTINGS` and `EPOCHS`.
-            scenario: The scenario. "": `task` if the method supports it, else another one.
+            scenario: The scenario. "": `task` if the method supports it, else `class`.
             rest: Other sections, such as `data`. They replace the sections made here.
         """
         epochs = 3
@@ -309,7 +309,7 @@ class Run:
         return Artifact.need(job.root, job.key)
 
     def prepare(self, job: StageJob) -> None:
-        """Run the direct dependencies of a stage whose results are missing."""
+        """Run the direct dependencies of a stage that have no results, and what these need."""
         keys = {job.backbone, job.features, *job.previous.values(), *job.states.values()}
         for parent in self.jobs.values():
             if parent.key in keys:

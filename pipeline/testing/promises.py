@@ -206,7 +206,7 @@ def describe_broken_promise(name: str, method: str, optimizer: str, error: BaseE
     tuple(OPTIMIZERS),
 )
 def check_the_backbone_stays_frozen(lab: Lab, method: str, optimizer: str) -> None:
-    """Training changes no tensor of a frozen backbone, and leaves it in evaluation mode."""
+    """Training changes no tensor of a frozen backbone."""
     run = lab.run(method, optimizer)
     for task in (FIRST, SECOND):
         live = run.live(task)
@@ -285,7 +285,7 @@ def check_another_tasks_training_leaves_a_loaded_task_alone(
     "detach and clone what finish() puts into the state and into what is carried",
 )
 def check_tasks_share_no_memory(lab: Lab, method: str, optimizer: str) -> None:
-    """State and carried tensors share no memory with the model or with tensors of another task."""
+    """State and carried tensors share no memory with the model or with each other."""
     run = lab.run(method, optimizer)
     taken: dict[int, str] = {}
     for task in (FIRST, SECOND):
@@ -311,7 +311,7 @@ def check_tasks_share_no_memory(lab: Lab, method: str, optimizer: str) -> None:
     ),
 )
 def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str) -> None:
-    """A stored and loaded task gives the same logits as the returned state, bit for bit.
+    """A stored and loaded task gives the same logits as what `finish` returned, bit for bit.
 
     The method object at the end of training gives the same logits up to rounding.
     """
@@ -336,7 +336,10 @@ def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str)
     ),
 )
 def check_a_state_is_of_its_own_task(lab: Lab, method: str, optimizer: str) -> None:
-    """The stored state of each task gives the logits of the end of training, up to rounding."""
+    """The stored state of each task has its name, its classes, and its logits after training.
+
+    The logits are compared up to rounding.
+    """
     run = lab.run(method, optimizer)
     for task in (FIRST, SECOND):
         name = run.order[task]
@@ -364,8 +367,8 @@ def check_whatever_is_stored_has_a_part_in_the_answers(
 ) -> None:
     """Each kind of stored tensor has an effect: inverted masks or other values change the logits.
 
-    The check does not apply to methods that classify by class means, because their head is stored
-    only as a teacher of the next task.
+    The check does not apply to methods that train on all tasks so far, or that classify by class
+    means. The latter store their head only as a teacher of the next task.
     """
     run = lab.run(method, optimizer)
     name, images = run.order[FIRST], run.images(FIRST)
@@ -804,10 +807,10 @@ def check_accumulation_changes_nothing_but_rounding(lab: Lab, method: str, optim
     ),
 )
 def check_it_learns(lab: Lab, method: str, optimizer: str) -> None:
-    """Directly after training, the accuracy on both tasks is clearly above chance.
+    """Directly after training, the accuracy over both tasks together is clearly above chance.
 
-    The tasks are small, so if the results of one seed are not sufficient, the results of up to
-    three more seeds are added.
+    The images of both tasks are counted together. They are few, so if the results of one seed are
+    not sufficient, the results of up to three more seeds are added.
     """
     correct, chance = 0, 0.0
     for seed in range(4):

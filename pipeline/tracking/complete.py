@@ -2,7 +2,7 @@
 
 After a record was written completely, `mark_complete` stores a digest of the content in
 `runs/NAME/recorded.json`, next to `run.json`. A run without missing stages compares this digest
-(`find_links`) and does not import MLflow, which takes seconds.
+(`find_links`). If it is unchanged, MLflow is not imported, which would take seconds.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ def get_bucket_folder(storage: str) -> str:
     """Return the URI of MLflow's artifacts in an object store.
 
     MLflow reads the endpoint and the region only from environment variables, so this function sets
-    the variables to the values in the storage's URI.
+    these variables, if they are missing, to the values in the storage's URI.
     """
     folder, _, query = join(storage, "mlartifacts").partition("?")
     options = dict(parse_qsl(query))

@@ -1,6 +1,6 @@
-"""Points of metric curves, pictures and tables logged to MLflow for finished stages.
+"""Points of metric curves, and files such as pictures and tables, that are logged to MLflow.
 
-The functions only compute; `run_writer.RunWriter` logs the results. Functions with a name in
+The functions only compute; `RunWriter` and `Recorder` log the results. Functions whose names end in
 `_files` return name -> content of artifacts.
 """
 
@@ -39,8 +39,8 @@ def machine_points(
     `system/NODE/cpu_utilization_percentage`, ... The step is in seconds since the start of the run.
 
     Args:
-        samples: Pairs of a time (seconds since the epoch) and a `MachineSample`.
-        start_s: Start of the run in seconds since the epoch.
+        samples: Pairs of a Unix time in seconds and a `MachineSample`.
+        start_s: Start of the run, as a Unix time in seconds.
     """
     points = []
     for time_s, sample in samples:

@@ -198,7 +198,7 @@ def serve_metrics(address: str, collect: Callable[[], Iterator[Metric]]) -> Iter
         collect: Function that yields the metrics.
 
     Raises:
-        UserError: If the address cannot be used.
+        UserError: If prometheus_client is not installed, or the address cannot be used.
     """
     require_package("prometheus_client", "tracking.prometheus", "leave the setting out")
     from prometheus_client import CollectorRegistry, start_http_server

@@ -78,7 +78,7 @@ class Recorder:
             "MLflow", self._answers, self.writer.forget, transient, log, describe_login_refusal
         )
         self.system_metrics: SystemMetrics | None = None
-        # (time in seconds since the epoch, sample of a worker's machine)
+        # (Unix time in seconds, sample of a worker's machine)
         self.samples: deque[tuple[float, Mapping[str, Any]]] = deque(maxlen=MAX_SAMPLES)
         self.samples_sent_at = 0.0  # on the monotonic clock
 

@@ -31,8 +31,8 @@ class EarlierFiles:
 
     Attributes:
         adapter: Client of the tracking server or database.
-        runs: Runs in MLflow with files.
-        models: Models logged by these runs.
+        runs: Runs in MLflow of earlier states that have files.
+        models: Models logged by any run of an earlier state.
     """
 
     adapter: MlflowClientAdapter

@@ -1,7 +1,7 @@
 """Record a run with several seeds or class orders in MLflow.
 
 A replica is the run for one seed and class order. The parent run has the report and the means. Each
-replica is a child run, with the same record as if the replica was run separately.
+replica is a child run with the record of a separate run, except for the config and the report.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class ReplicatedRecorder(Recorder):
     """Records a run with replicas. One thread (`outbox`) writes the records of all replicas.
 
-    The parent run has the config, the report, and mean and deviation of each method. A replica has
-    the same record as if it was run separately, so a later separate run finds this record.
+    The parent run has the config, the report, and mean and deviation of each method. The record of
+    a replica has the same key as that of a separate run, so a later separate run continues it.
 
     Args:
         settings: See `Recorder`.

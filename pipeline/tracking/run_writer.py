@@ -144,7 +144,7 @@ class RunWriter:
         self.mask_views: OrderedDict[tuple[str, str], MaskView | None] = OrderedDict()
         # labels of methods with an evaluation recorded since the last `finish`
         self.newly_evaluated: set[str] = set()
-        # label -> monotonic time of the last pictures, or of the first evaluation before them
+        # label -> monotonic time of the last pictures; before them, of the first evaluation
         self.pictured: dict[str, float] = {}
         self.forget()
 
@@ -263,7 +263,10 @@ class RunWriter:
         return format_run_note(self.record, label, task)
 
     def _fill(self, run: Run) -> None:
-        """Log the parameters and the graph of a new run. Then set the tag `OPENED`."""
+        """Log the parameters, picture and config of a new run. Then set the tag `OPENED`.
+
+        The config is only logged with a picture of the graph, which replicas do not have.
+        """
         assert self.client
         label = run.data.tags.get("label", "")
         task = run.data.tags.get("task", "")

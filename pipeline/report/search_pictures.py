@@ -82,10 +82,8 @@ class Drawn:
         """A sentence about the parameters that are not drawn, or ""."""
         if len(self.parameters) == self.num_varied:
             return ""
-        return (
-            f" Only the {len(self.parameters)} most "
-            f"important settings of {self.num_varied} are drawn."
-        )
+        which = "most important" if self.shares else "first"
+        return f" Only the {len(self.parameters)} {which} settings of {self.num_varied} are drawn."
 
 
 def history_figure(drawn: Drawn) -> CaptionedFigure | None:
@@ -131,8 +129,8 @@ def importance_figure(drawn: Drawn) -> CaptionedFigure | None:
     if count > MAX_TRIALS:
         which = f"last {MAX_TRIALS:,}"
     caption = (
-        f"Share of the variance in accuracy between the {which} finished trials "
-        "that each setting explains, alone or together with others (fANOVA, from Optuna). "
+        f"Variance in accuracy between the {which} finished trials that each setting explains on "
+        "its own, relative to the sum over all settings (main effects of fANOVA, from Optuna). "
         "A setting near 0 % can be left as it is. With few trials this is only a hint."
     )
     if drawn.count("stopped"):

@@ -383,7 +383,7 @@ def draw_importance(shares: Mapping[str, float], names: Mapping[str, str]) -> Fi
     keys = list(shares)[::-1]
     figure, (axes,) = new_figure(7.2, 0.9 + 0.36 * max(len(keys), 2))
     title = "Importance of parameters"
-    style_axes(axes, title, "share of the variance in accuracy that it explains", grid="x")
+    style_axes(axes, title, "variance in accuracy that it explains, of the sum over all", grid="x")
     axes.barh(range(len(keys)), [shares[key] for key in keys], height=0.62, color=FINISHED)
     for y, key in enumerate(keys):
         share = shares[key]

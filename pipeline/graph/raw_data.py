@@ -18,7 +18,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -342,8 +341,7 @@ def class_digests(store: Store, card: Card, source: KnownSource) -> ClassDigests
         digests = _digest_artifact(artifact)
     except DamagedArtifact:
         return None
-    with suppress(OSError):  # the storage may be read-only
-        store.remember(name, digests)
+    store.remember(name, digests)
     return digests
 
 

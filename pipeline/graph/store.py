@@ -495,13 +495,18 @@ class Store:
     def remember(self, identity: str, value: Any) -> None:
         """Store a value in `<storage>/sources/`. `remembered` returns it.
 
+        In a read-only storage, nothing is stored.
+
         Args:
             identity: Name of the value, for example the identity of a card.
             value: JSON value.
         """
-        write_bytes(
-            join(self.storage, "sources", f"{identity}.json"), json.dumps({"seen": value}).encode()
-        )
+        uri = join(self.storage, "sources", f"{identity}.json")
+        try:
+            write_bytes(uri, json.dumps({"seen": value}).encode())
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
 
     def remembered(self, identity: str) -> Any:
         """Return the value that `remember` stored last, or None without a readable value."""

@@ -15,6 +15,7 @@ from pyarrow import fs
 
 from pipeline import cli
 from pipeline.app.garbage import delete_garbage, find_garbage
+from pipeline.graph import store as store_module
 from pipeline.graph.run import look_up_all
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, compute_key, why
@@ -419,3 +420,21 @@ def test_concurrent_callers_compute_a_result_once(tmp_path: Path) -> None:
     assert len(computed) == 1
     assert sorted([first.get("reused", False), second.get("reused", False)]) == [False, True]
     assert first["attempt"] == second["attempt"]
+
+
+def test_nothing_is_remembered_in_a_read_only_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(code: int) -> None:
+        def write(uri: str, data: bytes) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(store_module, "write_bytes", write)
+
+    store = Store(str(tmp_path))
+    fail(errno.EROFS)
+    store.remember("a", 1)
+    assert store.remembered("a") is None
+    fail(errno.ENOSPC)
+    with pytest.raises(OSError, match="No space"):
+        store.remember("a", 1)

@@ -356,9 +356,13 @@ def is_search(path: str) -> bool:
 def report(search: Search) -> WrittenReport:
     """Write the report and the MLflow record of a search from the stored records.
 
-    The search does not need to be finished.
+    The search does not need to be finished. While it runs, only its own process writes the MLflow
+    record.
     """
     write_search_report(search)
+    if load_trials(search.storage, search.name).is_running:
+        note = f"search {search.name!r} is running, and its process writes the MLflow record"
+        return WrittenReport(get_page_path(search), [note], [])
     recorder = SearchRecorder.rebuild(search.storage, search.name, search.tracking)
     return WrittenReport(get_page_path(search), recorder.warnings, recorder.links())
 

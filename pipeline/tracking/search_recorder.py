@@ -192,7 +192,7 @@ class SearchRecorder:
         for trial in stored.trials:
             recorder.trial(trial)
         files = {path.rsplit("/", 1)[-1]: read_bytes(path) for path in list_report_files(folder)}
-        recorder.finish(files, stored.winner)
+        recorder.finish(files, stored.winner, "FINISHED" if stored.winner else "KILLED")
         return recorder
 
     # ---- called by the outbox's thread -----------------------------------------------------------

@@ -2,6 +2,7 @@
 the store without duplicates."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,25 @@ def test_rebuild_from_store_is_complete_and_idempotent(
         assert fake.contents() == expected
     with pytest.raises(UserError, match="there is no search 'other'"):
         SearchRecorder.rebuild(storage, "other")
+
+
+def test_rebuilt_record_of_a_search_without_a_winner_is_not_finished(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(storage, tmp_path / "copy")
+    (copy / "searches" / "find" / "winner.json").unlink()
+    monkeypatch.setattr(mlflow_client, "open_store", FakeMlflow().open_store)
+    statuses = []
+    finish = SearchRecorder.finish
+
+    def noting(recorder: SearchRecorder, files: Any, winner: Any, status: str) -> None:
+        statuses.append(status)
+        finish(recorder, files, winner, status)
+
+    monkeypatch.setattr(SearchRecorder, "finish", noting)
+    SearchRecorder.rebuild(storage, "find")
+    SearchRecorder.rebuild(str(copy), "find")
+    assert statuses == ["FINISHED", "KILLED"]
 
 
 @pytest.mark.few(1)

@@ -124,11 +124,7 @@ def open_bundle(args: argparse.Namespace) -> Bundle:
     from pipeline.results import bundles
 
     if bundles.is_model_folder(args.config):
-        if args.method or args.overrides:
-            raise UserError(
-                f"{args.config!r} is a model folder with one method and fixed settings; "
-                "leave out --method and --set"
-            )
+        refuse_run_options(args, "a model folder")
         return bundles.open_folder(args.config)
     from pipeline.app import runs as app
     from pipeline.results.frames import choose_label
@@ -136,6 +132,15 @@ def open_bundle(args: argparse.Namespace) -> Bundle:
     run = app.prepare(args.config, args.overrides)
     label = choose_label(run.config.name, [*run.config.methods], args.method, "--method")
     return bundles.build_run_bundle(run.graph, run.store, label)
+
+
+def refuse_run_options(args: argparse.Namespace, kind: str) -> None:
+    """Raise `UserError` if `--method` or `--set` is given with a model. `kind` describes it."""
+    if args.method or args.overrides:
+        raise UserError(
+            f"{args.config!r} is {kind} with one method and fixed settings; leave out --method "
+            "and --set"
+        )
 
 
 def find_record_folder(args: argparse.Namespace) -> str:
@@ -339,6 +344,7 @@ def open_model_source(args: argparse.Namespace) -> ModelSource:
     from pipeline.serving.model_source import FixedModel, FolderModel, RegisteredModel
 
     if args.config.startswith("models:/"):
+        refuse_run_options(args, "a registered model")
         return RegisteredModel(args.config, args.storage)
     bundle = open_bundle(args)
     if bundles.is_model_folder(args.config):

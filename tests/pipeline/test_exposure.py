@@ -391,3 +391,11 @@ def test_database_uri_is_absent_from_server_process_arguments(tmp_path: Path) ->
             process.kill()
         server.kill()
         server.wait()
+
+
+@pytest.mark.parametrize("options", [["--method", "m"], ["--set", "seed=1"]])
+def test_options_of_a_run_are_refused_with_a_registered_model(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "models:/digits@champion", *options]) == 2
+    assert "leave out --method and --set" in capsys.readouterr().err

@@ -509,7 +509,6 @@ FOR_COMMANDS_ALONE = {
     "pipeline.data.source_advice": "the same",
     "pipeline.growing.training": "plan: the text on which tasks train again",
     "pipeline.launch.training_plan": "plan: the text on how each step is trained",
-    "pipeline.launch.step_memory": "plan: the text on memory",
     "pipeline.launch.platforms": "launch: files that start the command line on a cluster",
     "pipeline.launch.portable": "launch",
     "pipeline.launch.sizes": "launch",

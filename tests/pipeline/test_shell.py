@@ -68,7 +68,7 @@ def test_printed_commands_use_the_invocation_of_this_process(
     script.parent.mkdir(parents=True)
     script.touch(0o755)
     monkeypatch.setattr(sys, "argv", [str(script)])
-    assert invocation.this_command() == str(script)
+    assert invocation.this_command() == f"'{script}'", "the path has a space"
     monkeypatch.chdir(environment)
     assert invocation.this_command() == "bin/accrete"
     monkeypatch.setenv("PATH", str(script.parent))

@@ -23,9 +23,10 @@ from workers.data.order import Deal
 from workers.data.reader import make_sequential_reader, make_shuffled_reader
 from workers.data.rows import SampleTable, select
 from workers.data.shards import IndexFile, Shards
-from workers.errors import UserError
+from workers.errors import DamagedArtifact, UserError
 from workers.job import Task
 from workers.storage import filesystem
+from workers.storage.artifact import Attempt
 
 __all__ = ["root", "sorted_root"]  # fixtures
 
@@ -124,6 +125,16 @@ def test_small_index_is_read_by_each_rank(
     monkeypatch.undo()
     select_both(root, cache)
     assert not table_files(cache)
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_result_without_an_index_is_damaged(has_cache: bool, root: Path, cache: Cache) -> None:
+    attempt = Attempt(str(root), "bare")
+    attempt.write("train-00000.tar", b"")
+    attempt.commit({"kind": "ingest"})
+    task = Task("bare", "bare", "bare", ("a",))
+    with pytest.raises(DamagedArtifact, match="is not in the manifest"):
+        select(str(root), (task,), "train", 0.0, cache=cache if has_cache else None)
 
 
 def test_empty_selection_is_refused_and_leaves_no_file(root: Path, cache: Cache) -> None:

@@ -26,6 +26,7 @@ from workers.data.shards import INDEX, Shards
 from workers.errors import UserError
 from workers.job import Task
 from workers.storage import filesystem
+from workers.storage.artifact import FileInfo
 
 HEX_DIGITS = 64  # number of hexadecimal digits of a sha256
 # Indexes with at least this many bytes (about 90,000 images) have a table in the cache. Reading a
@@ -197,7 +198,9 @@ def select(
     shards = tuple(Shards.open(root, key, urls[key]) for key in keys)
     selected = {index: task for index, task in enumerate(tasks) if memory.get(task.name, True)}
     make = partial(_make_table, shards, selected, split, val_fraction, memory)
-    indexes = [opened.artifact.manifest["files"][INDEX] for opened in shards]
+    # without an index, `make` raises the error
+    no_index: FileInfo = {"bytes": 0, "sha256": ""}
+    indexes = [opened.artifact.manifest["files"].get(INDEX, no_index) for opened in shards]
     index_bytes = sum(info["bytes"] for info in indexes)
     limit = cache.limit // CACHE_SHARE if cache else 0
     if cache is None or any(memory.values()) or not LARGE_INDEX_BYTES <= index_bytes <= limit:

@@ -60,6 +60,27 @@ def test_right_answers_match_counts_of_accuracy_matrix(storage: Any, label: str)
     assert len(right.right) == len(TASKS) * (len(TASKS) + 1) // 2
 
 
+def test_order_of_stored_predictions_does_not_matter(
+    storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunTables.load(storage, fake_run.record())
+    expected = right_answers(run, "finetune", TASKS)
+    assert expected is not None
+    read = RunTables.table
+    rng = np.random.default_rng(0)
+
+    def shuffled(tables: RunTables, *source: Any) -> Any:
+        table = read(tables, *source)
+        return table.take(rng.permutation(len(table)))
+
+    monkeypatch.setattr(RunTables, "table", shuffled)
+    right = right_answers(run, "finetune", TASKS)
+    assert right is not None
+    assert right.images == expected.images
+    for pair, values in expected.right.items():
+        assert (right.right[pair] == values).all()
+
+
 def test_run_with_missing_evaluation_has_no_answers(storage: Any) -> None:
     run = RunTables.load(storage, fake_run.record())
     del run.artifacts[f"meat/{TASKS[-1]}/evaluate"]

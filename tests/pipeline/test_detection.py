@@ -83,10 +83,12 @@ def test_split_names_are_found_inside_folder_names(tmp_path: Path) -> None:
     assert data_set.account.places["image in another folder"] == ["seg_pred/"]
 
 
-def test_split_word_inside_a_class_name_is_not_its_split(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["{name}_{split}", "{split}-{name}"])
+def test_split_word_inside_a_class_name_is_not_its_split(form: str, tmp_path: Path) -> None:
     names = ("latest", "testudo", "trainer", "valley")
     for split, images in (("train", 4), ("val", 1), ("test", 2)):
-        class_folders(tmp_path, [f"{name}_{split}" for name in names], images)
+        folders = [form.format(name=name, split=split) for name in names]
+        class_folders(tmp_path, folders, images)
     data_set = found(tmp_path)
     assert data_set.classes == names
     assert data_set.counts == {"train": 16, "val": 4, "test": 8}

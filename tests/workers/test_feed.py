@@ -162,6 +162,7 @@ def feed_of(
     data: dict[str, Any] | None = None,
     cache_gb: float = 1.0,
     interpolation: Interpolation = "bicubic",
+    scenario: str = "task",
 ) -> Feed:
     job = StageJob(
         "id",
@@ -180,7 +181,7 @@ def feed_of(
             }
         ),
         TrainSettings(batch_size=batch, accumulate=accumulate),
-        "task",
+        scenario,
         7,
         COLOURS,
         tasks,
@@ -383,6 +384,25 @@ def test_batches_do_not_depend_on_storage_layout_or_other_images(
                 )
                 assert keys == same_keys
             assert samples(feeds[:1], epoch) == samples(feeds[1:], epoch)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "first_label", "second"),
+    [("class", 3, SHAPES), ("domain", 0, replace(COLOURS, name="more colours"))],
+)
+def test_targets_of_several_tasks_are_in_one_output_space(
+    scenario: str, first_label: int, second: Task, root: Path
+) -> None:
+    data = {"smoothing": 0.1}
+    feed = feed_of(root, "streamed", tasks=(COLOURS, second), data=data, scenario=scenario)
+    first_labels = torch.tensor([0, first_label])
+    seen = set()
+    for (batch,) in feed.epoch(0):
+        assert batch.targets is not None
+        expected = batch.labels + first_labels[batch.tasks]
+        assert batch.targets.argmax(1).tolist() == expected.tolist()
+        seen |= {*batch.tasks.tolist()}
+    assert seen == {0, 1}
 
 
 @pytest.mark.parametrize("split", ["train", "val", "test"])

@@ -7,10 +7,12 @@ import gc
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from counted_bucket import URI, Bucket
 from test_feed import COLOURS, SHAPES, feed_of, root, samples
@@ -84,6 +86,17 @@ def test_only_first_rank_of_a_node_reads_the_index(
     assert describe(first) == describe(second)
     data = [second.read_bytes(row) for row in range(len(second))]
     assert second.num_bytes == sum(map(len, data))
+
+
+def test_damaged_digest_is_zeros_for_the_loaders(root: Path) -> None:
+    samples = select_both(root, None)
+    texts = samples.table["sha256"].to_pylist()
+    texts[3] = "ab"
+    index = samples.table.column_names.index("sha256")
+    table = samples.table.set_column(index, "sha256", pa.array(texts))
+    digits = replace(samples, table=table).digests(np.array([4, 3, 0, 3]))
+    assert digits[[0, 2]].tobytes().decode() == texts[4] + texts[0]
+    assert not digits[[1, 3]].any()
 
 
 def test_columns_are_not_copied_from_the_file(root: Path, cache: Cache) -> None:

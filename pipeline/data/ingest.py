@@ -183,29 +183,25 @@ def ingest(
     known = KnownImages.open(root, previous, card)
     fields = {**extra, "fingerprint": get_fingerprint(state), "started": started}
     fields["reading"] = digest_reading(card)
-    if not is_local(root) and is_small(source_units, file_bytes):
-        # Packs in a local folder need no requests to the bucket. They are lost after a kill, but
-        # packing a small source again is little work.
-        try:
-            with TemporaryDirectory(prefix="accrete-packs-") as packs:
-                rows = read_source(source_units, card, packs, map, report, file_bytes, known)
-                _write_artifact(
-                    card, entries, rows, Attempt(root, key), packs, map, report, fields, known
-                )
-        except DamagedPack:
-            if known is None:
-                raise
-            # A shard of the earlier ingest is damaged or missing: read all images from the source.
-            return ingest(card, root, key, map_fn, extra, progress)
-        return Artifact.need(root, key).manifest
-    packs = join(root, key, f"packs-{state_digest[:16]}")
-    try:
+
+    def write(packs: str, map_fn: MapFn) -> None:
         rows = read_source(source_units, card, packs, map_fn, report, file_bytes, known)
         _write_artifact(
             card, entries, rows, Attempt(root, key), packs, map_fn, report, fields, known
         )
+
+    packs = join(root, key, f"packs-{state_digest[:16]}")
+    has_local_packs = not is_local(root) and is_small(source_units, file_bytes)
+    try:
+        if has_local_packs:
+            # Packs in a local folder need no requests to the bucket. They are lost after a kill,
+            # but packing a small source again is little work.
+            with TemporaryDirectory(prefix="accrete-packs-") as local_packs:
+                write(local_packs, map)
+            return Artifact.need(root, key).manifest
+        write(packs, map_fn)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and not has_local_packs:
             raise _full_storage_error(card, root, packs) from None
         raise
     except DamagedPack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -355,7 +356,12 @@ def test_changed_image_limits_reread_all_images(
     assert decoded.take() == number
 
 
-def test_missing_earlier_shard_is_made_again(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_bucket", [False, True])
+def test_missing_earlier_shard_is_made_again(
+    in_bucket: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_bucket:  # a small source has its packs in a temporary folder
+        monkeypatch.setattr(sys.modules[ingest.__module__], "is_local", lambda uri: False)
     card = card_of(folder, "folder")
     run(card, tmp_path / "storage", "old")
     for path in (tmp_path / "storage" / "old").rglob("*.tar"):

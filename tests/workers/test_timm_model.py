@@ -53,7 +53,7 @@ def test_model_with_two_classifiers_is_refused(
     """As in timm's distilled models."""
     network = timm.models.VisionTransformer
     monkeypatch.setattr(network, "get_classifier", lambda model: (model.head, model.head))
-    with pytest.raises(UserError, match="it has not one classifier"):
+    with pytest.raises(UserError, match="several classifiers, or none"):
         timm_model.write_timm_folder(packnet.bundle, "two", str(tmp_path / "timm"))
 
 

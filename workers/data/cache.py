@@ -36,7 +36,7 @@ except ImportError:  # a machine that only trains may lack isal
 Write = Callable[[BinaryIO], None]
 CHECKSUM = np.dtype("<u4")  # type of a CRC-32, which detects disk errors and is faster than sha256
 FILLED = 0.9  # share of the limit that remains used after an eviction; makes evictions rare
-CHECKED_BYTES = 1 << 20  # bytes of a file that are read at a time to compute its checksum
+CHECKED_BYTES = 1 << 20  # bytes read at a time to compute a checksum
 GROWTH = 64 << 20  # bytes reserved at a time for a file of unknown size
 _swept: set[str] = set()  # folders that this process has listed once; see `Cache`
 # Device, inode and time of the files whose checksum this process has verified.

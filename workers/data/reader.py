@@ -37,7 +37,7 @@ SPARSE = 4  # runs are fetched instead of pieces if pieces have more than this m
 RECORDS_AHEAD_BYTES = 32 << 20  # approximate bytes of records to fetch before they are needed
 MEMORY_BYTES = 256 << 20  # limit of fetched ranges in memory, per rank, without a cache
 FETCH_THREADS = 8
-ROWS_AT_ONCE = 1 << 20  # rows of a table that are processed at a time, to limit the memory
+ROWS_AT_ONCE = 1 << 20  # rows processed at a time, to limit the memory
 
 
 class Reader(Protocol):

@@ -37,7 +37,7 @@ from workers.storage.artifact import file_info
 MAX_CLASS_IMAGES = 32  # training images per class mean
 MAX_TRAIN_IMAGES = 256  # per task; with more classes, one image per class
 MAX_TEST_IMAGES = 256  # per task
-IMAGES_AT_ONCE = 32  # images that are read at a time
+IMAGES_AT_ONCE = 32  # images read at a time
 MAX_RULE_IMAGES = 64  # per task, to measure the rules
 # Maximum of 2 T^2 n for T tasks and n images per task. It limits n, because a rule can need a
 # forward pass for each of the T n images with each of the T tasks.

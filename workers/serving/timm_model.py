@@ -131,8 +131,8 @@ def _collect_state_dict(method: Method, model: Any, task_name: str) -> dict[str,
         tensors[name] = tensor.detach()
     classifier = model.get_classifier()
     names = [name for name, module in model.named_modules() if module is classifier]
-    if not names:  # for example two classifiers, in a distilled model
-        raise RuntimeError("it has not one classifier")
+    if not names:  # for example, a distilled model has two
+        raise RuntimeError("the model has several classifiers, or none")
     for name, tensor in method.heads[task_name].state_dict().items():
         tensors[f"{names[0]}.{name}"] = tensor
     return tensors

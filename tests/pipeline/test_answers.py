@@ -71,6 +71,7 @@ def test_order_of_stored_predictions_does_not_matter(
 
     def shuffled(tables: RunTables, *source: Any) -> Any:
         table = read(tables, *source)
+        assert table is not None
         return table.take(rng.permutation(len(table)))
 
     monkeypatch.setattr(RunTables, "table", shuffled)
